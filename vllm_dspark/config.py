@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the plugin: one typed, strict object.
+
+Source order, later wins: defaults, the YAML or JSON file named by ``config_file``, the keys given in
+``--additional-config '{"dspark": {...}}'``. The environment carries process switches only (``Switches``).
+
+Every mistake is a ``ConfigError`` that names the option, the value and what would be valid. Nothing
+is guessed: an unknown key is an error, ``"true"`` is not a boolean, and ``1`` (tokens) is not ``1.0``
+(a fraction of the drafts).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, ValidationError
+
+NAMESPACE = "dspark"
+
+
+class ConfigError(ValueError):
+    """An option of the plugin is unknown, has the wrong type or is out of range."""
+
+
+Tokens = Annotated[StrictInt, Field(ge=0)]
+Fraction = Annotated[StrictFloat, Field(ge=0.0, le=1.0)]
+
+
+class DSparkConfig(BaseModel):
+    """Effective options of one server.
+
+    A budget bound (``budget_floor``, ``budget_cap``, ``budget_pin``) is a number of draft tokens per
+    step when it is an integer and a fraction of the scheduled drafts when it is a float.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    strict: bool = Field(
+        False, description="Refuse to start, instead of falling back to the host's own DSpark."
+    )
+    verify: Literal["auto", "static", "cap-accept", "compact"] = Field(
+        "auto",
+        description="static verifies every draft, cap-accept verifies every draft and commits only "
+        "the planned ones, compact runs only the planned ones, auto takes compact where it can run.",
+    )
+    lens: Literal["auto", "host", "uniform", "device"] = Field(
+        "auto",
+        description="Who fixes verify_lens in compact mode: the host from lagged confidences (exact "
+        "lengths everywhere), the host with one length for all requests, or the device from "
+        "the live block.",
+    )
+    budget_floor: Tokens | Fraction = Field(
+        0, description="Fewest drafts to verify per step (tokens, or a fraction of the drafts)."
+    )
+    budget_cap: Tokens | Fraction | None = Field(
+        None, description="Most drafts to verify per step (tokens, or a fraction of the drafts)."
+    )
+    budget_pin: Tokens | Fraction | None = Field(
+        None, description="Verify exactly this many drafts per step; for profiling and tests."
+    )
+    min_gain: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.02, description="Predicted gain in tokens per second that a trimmed step must promise."
+    )
+    hysteresis: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.01, description="Extra predicted gain before the choice between trimming and not flips."
+    )
+    latency_bound_ms: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="Highest predicted step time in milliseconds that a plan may have."
+    )
+    cost_table: str | None = Field(
+        None, description="Cost table (JSON) to use instead of the one profiled at start-up."
+    )
+    cost_correction: bool = Field(
+        True, description="Correct the cost table from the step times seen while serving."
+    )
+    calibration: str = Field(
+        "online",
+        description="'online' fits confidences while serving, 'off' uses them raw, anything else is "
+        "the path of a calibration file.",
+    )
+    tp_sync: Literal["inputs", "outputs", "audit", "off"] = Field(
+        "inputs",
+        description="How a tensor-parallel group agrees: rank 0's confidences are broadcast, its plan "
+        "is broadcast, differences are only counted, or nothing is done.",
+    )
+    consensus_interval: Annotated[int, Field(ge=0)] = Field(
+        0, description="Compare the plans of all ranks every this many steps; 0 never."
+    )
+    records: Annotated[int, Field(ge=0)] = Field(
+        0, description="Steps kept in the record ring; 0 keeps none."
+    )
+    records_path: str | None = Field(
+        None, description="File that the records are written to at exit (.jsonl or .parquet)."
+    )
+    metrics: bool = Field(True, description="Publish vllm:dspark_* on the server's /metrics.")
+
+    @classmethod
+    def parse(cls, options: Any) -> DSparkConfig:
+        """Options from ``additional_config["dspark"]``: a mapping, the path of a file, or None.
+
+        Raises:
+            ConfigError: unknown key, wrong type, out of range, or an unreadable file.
+        """
+        if options is None:
+            return cls()
+        if isinstance(options, str):
+            options = {"config_file": options}
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"{NAMESPACE} = {options!r}: expected an object of options or the path of a file"
+            )
+        given = dict(options)
+        path = given.pop("config_file", None)
+        merged = {**(_load_file(path) if path is not None else {}), **given}
+        try:
+            return cls.model_validate(merged)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, merged)) from None
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: Any) -> DSparkConfig:
+        """Options carried by a host configuration's ``additional_config``."""
+        additional = vllm_config.additional_config
+        if not isinstance(additional, Mapping):
+            return cls()
+        return cls.parse(additional.get(NAMESPACE))
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Process switches, read from the environment once per call."""
+
+    enabled: bool
+    debug_scheduler: bool
+    log_graph_key: bool
+
+    @classmethod
+    def from_env(cls) -> Switches:
+        """Raises ``ConfigError`` on a value that is neither 0 nor 1."""
+        return cls(
+            enabled=_flag("VLLM_DSPARK_ENABLED", default=True),
+            debug_scheduler=_flag("VLLM_DSPARK_DEBUG_SCHEDULER", default=False),
+            log_graph_key=_flag("VLLM_DSPARK_LOG_GRAPH_KEY", default=False),
+        )
+
+
+def _flag(name: str, *, default: bool) -> bool:
+    value = os.environ.get(name)
+    if value is None or value == "":
+        return default
+    if value in ("0", "1"):
+        return value == "1"
+    raise ConfigError(f"{name}={value!r}: expected 0 or 1")
+
+
+def _load_file(path: Any) -> dict[str, Any]:
+    if not isinstance(path, str):
+        raise ConfigError(f"{NAMESPACE}.config_file = {path!r}: expected the path of a file")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        # JSON is a subset of YAML, but its own parser gives positions that match the file.
+        content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{NAMESPACE}.config_file = {path!r}: {error.strerror or error}"
+        ) from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{NAMESPACE}.config_file = {path!r}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{NAMESPACE}.config_file = {path!r}: expected a mapping of options")
+    if "config_file" in content:
+        raise ConfigError(f"{NAMESPACE}.config_file = {path!r}: a file cannot name another file")
+    return content
+
+
+def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
+    """One line per mistake: option, value, what is allowed."""
+    valid = sorted([*DSparkConfig.model_fields, "config_file"])
+    lines: dict[str, str] = {}
+    for item in error.errors():
+        option = str(item["loc"][0]) if item["loc"] else "?"
+        if option in lines:
+            continue
+        if item["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(option, valid, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            lines[option] = (
+                f"{NAMESPACE}.{option}: unknown option{hint}; valid options: {', '.join(valid)}"
+            )
+        else:
+            lines[option] = f"{NAMESPACE}.{option} = {given.get(option)!r}: allowed: {_allowed(option)}"
+    return "\n".join(lines.values())
+
+
+def _allowed(option: str) -> str:
+    """Valid values of an option in words, derived from its JSON schema."""
+    schema = DSparkConfig.model_json_schema()["properties"][option]
+    return " or ".join(_describe(part) for part in schema.get("anyOf", [schema]))
+
+
+def _describe(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return ", ".join(repr(value) for value in schema["enum"])
+    if schema["type"] == "null":
+        return "null"
+    words = {"boolean": "true or false", "string": "a string", "integer": "an integer"}
+    bounds = [
+        f"{sign} {schema[key]}"
+        for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
+        if key in schema
+    ]
+    return " ".join([words.get(schema["type"], "a number"), " and ".join(bounds)]).strip()
