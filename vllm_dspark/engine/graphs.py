@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which decode graphs are captured, and which one a plan replays.
+
+The host captures uniform decode graphs of one query length (gamma + 1). The plan may verify fewer
+drafts per request, so further families of uniform graphs are captured from the same capture sizes,
+and a planned step is dispatched to the family of its query length. A full budget replays exactly the
+graph that fixed-gamma decoding replays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+
+from vllm_dspark.core.tiers import ExecMode, TierLadder
+from vllm_dspark.engine.modes import VerifyMode
+from vllm_dspark.engine.session import Session, find_session
+
+
+class VerifyGraphManager(ModelCudaGraphManager):
+    """The host's graph manager with one family of uniform graphs per query length."""
+
+    def __init__(self, vllm_config: Any, *args: Any, varlen_decode: bool = False, **kw: Any) -> None:
+        session = find_session(vllm_config.speculative_config)
+        assert session is not None, "bound only for runners that have a session"
+        self._session: Session = session
+        super().__init__(vllm_config, *args, varlen_decode=False, **kw)
+
+    def _init_candidates(self) -> None:
+        super()._init_candidates()
+        if self._session.mode is not VerifyMode.UNIFORM:
+            return
+        full = self.decode_query_len
+        for query_len in range(1, full):
+            self._add_family(query_len)
+        self.decode_query_len = full
+
+    def _add_family(self, query_len: int) -> None:
+        """Let the host lay out a family for ``query_len`` and put it before what is there.
+
+        A uniform graph matches no batch but its own, so being asked first changes nothing for
+        others; being asked last would lose every step to the piecewise graph of the same size.
+        """
+        candidates, descs = self._candidates, self._capture_descs
+        self._candidates, self._capture_descs = {}, {}
+        self.decode_query_len = query_len
+        super()._init_candidates()
+        family_candidates, family_descs = self._candidates, self._capture_descs
+        self._candidates, self._capture_descs = candidates, descs
+        for key, found in family_candidates.items():
+            uniform = [desc for desc in found if desc.uniform_token_count == query_len]
+            self._candidates[key] = uniform + self._candidates.get(key, [])
+        full_descs = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+        full_descs.extend(
+            desc
+            for desc in family_descs.get(CUDAGraphMode.FULL, ())
+            if desc.uniform_token_count == query_len
+        )
+        full_descs.sort(key=lambda desc: desc.num_tokens, reverse=True)
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> BatchExecutionDescriptor:
+        planner = self._session.planner
+        planned = planner.uniform_query_len if planner is not None else None
+        if planned is not None:
+            uniform_token_count = max_query_len = planned
+        desc = super().dispatch(
+            num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
+        )
+        if planner is not None:
+            planner.dispatched(desc)
+        return desc
+
+    def ladders(self) -> dict[ExecMode, TierLadder]:
+        """Token totals with a captured graph, by execution mode, uniform families left out."""
+        sizes: dict[ExecMode, set[int]] = {ExecMode.FULL: set(), ExecMode.PIECEWISE: set()}
+        for mode, descs in self._capture_descs.items():
+            kind = ExecMode.FULL if mode is CUDAGraphMode.FULL else ExecMode.PIECEWISE
+            sizes[kind].update(d.num_tokens for d in descs if d.uniform_token_count is None)
+        return {kind: TierLadder(found) for kind, found in sizes.items()}
+
+    def width_ladders(self) -> dict[int, TierLadder]:
+        """Token totals of the uniform decode graphs, by drafts per request."""
+        sizes: dict[int, set[int]] = {}
+        for desc in self._capture_descs.get(CUDAGraphMode.FULL, ()):
+            if desc.uniform_token_count is not None:
+                sizes.setdefault(desc.uniform_token_count - 1, set()).add(desc.num_tokens)
+        return {width: TierLadder(tokens) for width, tokens in sizes.items()}

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Binds our pieces to the names that the model runner looks up.
+
+All of them are bound in the runner's own module, where the runner binds its collaborators by name. Every
+wrapper calls the original. A runner that does not serve DSpark gets the original and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vllm_dspark import compat
+from vllm_dspark.config import DSparkConfig
+from vllm_dspark.engine.modes import HostFacts, VerifyMode, resolve
+from vllm_dspark.engine.session import Session, find_session, open_session
+
+logger = logging.getLogger("vllm.dspark")
+
+Wrapper = Callable[[Any, ModuleType], Any]
+
+
+def bind(runner: ModuleType) -> None:
+    """Replace the names of ``runner`` (the imported model-runner module). Idempotent."""
+    for name, wrapper in _WRAPPERS.items():
+        owner, _, attribute = name.rpartition(".")
+        target = getattr(runner, owner) if owner else runner
+        original = getattr(target, attribute, None)
+        if original is None or hasattr(original, "dspark_original"):
+            continue
+        bound = wrapper(original, runner)
+        bound.dspark_original = original
+        setattr(target, attribute, bound)
+
+
+def _take_over(vllm_config: Any) -> Session | None:
+    """Open a session, unless the host lacks something that we need.
+
+    Raises:
+        ConfigError: an option of the plugin is wrong.
+        MissingHookError: the host lacks a symbol and ``strict`` is set.
+    """
+    config = DSparkConfig.from_vllm_config(vllm_config)
+    try:
+        compat.require()
+    except compat.MissingHookError as error:
+        if config.strict:
+            raise
+        logger.error("DSpark runs natively, the plugin needs what this host lacks: %s", error)
+        return None
+    return open_session(vllm_config.speculative_config, config)
+
+
+def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        session = None
+        if vllm_config.speculative_config.method == "dspark":
+            session = _take_over(vllm_config)
+        if session is None:
+            return original(vllm_config, device, req_states)
+        from vllm.v1.worker.gpu.spec_decode.dspark import speculator as native
+
+        from vllm_dspark.engine.proposer import DSparkProposer
+
+        # The factory looks the class up when it is called, so lending it ours for the call is all
+        # it takes; another runner in this process may still want the native one.
+        borrowed, native.DSparkSpeculator = native.DSparkSpeculator, DSparkProposer
+        try:
+            proposer = original(vllm_config, device, req_states)
+        finally:
+            native.DSparkSpeculator = borrowed
+        session.attach_proposer(proposer)
+        return proposer
+
+    return init_speculator
+
+
+def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
+    answers_admitted = "copy_admitted_drafts_to_host" in compat.parameters(original)
+
+    @functools.wraps(original)
+    def maybe_create_adaptive_verification_manager(**kwargs: Any) -> Any:
+        session = find_session(kwargs["vllm_config"].speculative_config)
+        if session is None:
+            return original(**kwargs)
+        from vllm_dspark.engine import assembly
+
+        session.resolved = resolve(session.config, _host_facts(kwargs))
+        logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
+        # Host lengths are exact in all of our modes, which is what the native manager asks
+        # attention backends about; with the flag down it has nothing to refuse.
+        manager = original(**{**kwargs, "enable_adaptive_verification": False})
+        if session.mode is VerifyMode.STATIC and not session.config.metrics:
+            session.attach_planner(None)
+            return manager
+        planner = assembly.build_planner(
+            session, kwargs, runner.sort_batch_req_ids, answers_admitted
+        )
+        session.attach_planner(planner)
+        return planner
+
+    return maybe_create_adaptive_verification_manager
+
+
+def _host_facts(kwargs: dict[str, Any]) -> HostFacts:
+    vllm_config = kwargs["vllm_config"]
+    parallel = vllm_config.parallel_config
+    return HostFacts(
+        full_graphs=vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+        data_parallel_size=parallel.data_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        batch_sharded_sampling=bool(kwargs.get("copy_admitted_drafts_to_host", False)),
+    )
+
+
+def _wrap_graph_mode(original: Any, runner: ModuleType) -> Any:
+    @functools.wraps(original)
+    def resolve_adaptive_cudagraph_mode(mode: Any, **kwargs: Any) -> Any:
+        # The runner calls this for a manager of its own or for our planner. Only the former needs
+        # a decode route of its own, and it is built only where full graphs exist.
+        if not mode.has_full_cudagraphs():
+            return mode
+        return original(mode, **kwargs)
+
+    return resolve_adaptive_cudagraph_mode
+
+
+def _wrap_graph_manager(original: Any, runner: ModuleType) -> Any:
+    @functools.wraps(original, updated=())
+    def model_cuda_graph_manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        speculative = vllm_config.speculative_config
+        session = find_session(speculative) if speculative is not None else None
+        if session is None or session.planner is None:
+            return original(vllm_config, *args, **kwargs)
+        from vllm_dspark.engine import assembly
+        from vllm_dspark.engine.graphs import VerifyGraphManager
+
+        manager = VerifyGraphManager(vllm_config, *args, **kwargs)
+        assembly.adopt_ladders(session.planner, manager)
+        return manager
+
+    return model_cuda_graph_manager
+
+
+def _wrap_rejection_sampler(original: Any, runner: ModuleType) -> Any:
+    @functools.wraps(original, updated=())
+    def rejection_sampler(sampler: Any, spec_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if find_session(spec_config) is None:
+            return original(sampler, spec_config, *args, **kwargs)
+        from vllm_dspark.engine.verifier import Verifier
+
+        return Verifier(sampler, spec_config, *args, **kwargs)
+
+    return rejection_sampler
+
+
+def _wrap_prepare_inputs(original: Any, runner: ModuleType) -> Any:
+    @functools.wraps(original)
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = original(self, *args, **kwargs)
+        session = find_session(self.speculative_config) if self.speculative_config else None
+        if session is not None and session.planner is not None:
+            session.planner.make_exact(batch)
+        return batch
+
+    return prepare_inputs
+
+
+_WRAPPERS: dict[str, Wrapper] = {
+    "init_speculator": _wrap_init_speculator,
+    "maybe_create_adaptive_verification_manager": _wrap_manager_factory,
+    "resolve_adaptive_cudagraph_mode": _wrap_graph_mode,
+    "ModelCudaGraphManager": _wrap_graph_manager,
+    "RejectionSampler": _wrap_rejection_sampler,
+    "GPUModelRunner.prepare_inputs": _wrap_prepare_inputs,
+}

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which verify mode a server runs.
+
+A mode that the operator names either runs or is refused with the reason; ``auto`` takes the best one
+that can run. Pure data in, pure data out: this module imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from vllm_dspark.config import ConfigError, DSparkConfig
+
+
+class VerifyMode(StrEnum):
+    """Who verifies what."""
+
+    STATIC = "static"
+    """Every scheduled draft is verified; the host's fixed-gamma step."""
+    CAP_ACCEPT = "cap-accept"
+    """Every draft is verified, only the planned window is committed."""
+    HOST = "host"
+    """Only admitted drafts run; lengths are fixed on the host and exact everywhere."""
+    UNIFORM = "uniform"
+    """As HOST, with one length for all requests, on uniform decode graphs."""
+
+    @property
+    def trims(self) -> bool:
+        """The batch that runs may be smaller than the batch that was scheduled."""
+        return self in (VerifyMode.HOST, VerifyMode.UNIFORM)
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What decides which modes can run."""
+
+    full_graphs: bool
+    """Decode steps replay full CUDA graphs."""
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    batch_sharded_sampling: bool = False
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The mode of a server, and in words why it is this one."""
+
+    mode: VerifyMode
+    why: str
+
+
+def resolve(config: DSparkConfig, facts: HostFacts) -> Resolved:
+    """Mode for this configuration on this host.
+
+    Raises:
+        ConfigError: the operator asked for a mode that cannot run here.
+    """
+    obstacle = _obstacle(facts)
+    if config.verify == "static":
+        return Resolved(VerifyMode.STATIC, "dspark.verify = 'static'")
+    if obstacle:
+        if config.verify != "auto":
+            raise ConfigError(f"dspark.verify = {config.verify!r} cannot run: {obstacle}")
+        return Resolved(VerifyMode.STATIC, obstacle)
+    if config.verify == "cap-accept":
+        return Resolved(VerifyMode.CAP_ACCEPT, "dspark.verify = 'cap-accept'")
+    if config.lens in ("host", "uniform"):
+        return Resolved(VerifyMode(config.lens), f"dspark.lens = {config.lens!r}")
+    if config.lens == "device":
+        raise ConfigError(
+            "dspark.lens = 'device' cannot run: this release splits the budget on the host only; "
+            "use 'auto', 'host' or 'uniform'"
+        )
+    if facts.full_graphs:
+        return Resolved(VerifyMode.UNIFORM, "decode steps replay uniform CUDA graphs")
+    return Resolved(VerifyMode.HOST, "no full CUDA graphs, so lengths are free")
+
+
+def _obstacle(facts: HostFacts) -> str:
+    if facts.pipeline_parallel_size > 1:
+        return "only the last pipeline stage knows the confidences"
+    if facts.data_parallel_size > 1:
+        return "data-parallel ranks pad to the largest of them, which undoes a trim"
+    if facts.batch_sharded_sampling:
+        return "batch-sharded sampling plans from the scheduled counts"
+    return ""
