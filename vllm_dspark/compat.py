@@ -118,6 +118,15 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     ),
     HostSymbol(
         RUNNER,
+        "GPUModelRunner.capture_model",
+        ("self",),
+        "wrapped",
+        "Step costs are measured on the batches that plans choose between, right after capture.",
+        _PULLS + "54065",
+        "batches_to_profile may name uniform batches of any query length",
+    ),
+    HostSymbol(
+        RUNNER,
         "GPUModelRunner.prepare_inputs",
         ("self", "scheduler_output", "batch_req_state", "batch_desc"),
         "wrapped",

@@ -24,6 +24,7 @@ _SEARCH = {
     VerifyMode.CAP_ACCEPT: SearchMode.RAGGED,
     VerifyMode.HOST: SearchMode.RAGGED,
     VerifyMode.UNIFORM: SearchMode.UNIFORM,
+    VerifyMode.DEVICE: SearchMode.RAGGED,
 }
 
 
@@ -54,6 +55,7 @@ def build_planner(
         answers_admitted,
         observer=Accounting(session.writer, session.mode),
         has_confidence=session.has_confidence,
+        share=lambda value: get_tp_group().broadcast_object(value, src=0),
     )
 
 
@@ -85,18 +87,19 @@ class Accounting:
 
     def __call__(self, decision: StepDecision, accepted: np.ndarray) -> None:
         plan, writer = decision.plan, self._writer
-        padded = max((decision.graph_tokens or 0) - decision.num_tokens, 0)
+        graph = decision.graph_tokens or 0
         writer.observe_plan(
             mode=self._label(plan.uniform_k is not None),
             reason=str(plan.reason),
             scheduled_tokens=int(decision.draft_lens.sum()),
             budget_tokens=-1 if plan.budget is None else plan.budget,
-            tier_tokens=decision.graph_tokens or 0,
-            padded_tokens=padded,
+            tier_tokens=graph,
+            padded_tokens=max(graph - decision.num_tokens, 0),
         )
         for doubt, rows in plan.doubts.items():
             writer.observe_doubt(doubt.name.lower(), rows)
         sampled = decision.samples
+        assert decision.admitted is not None and decision.predicted is not None, "settled"
         writer.observe_accept(
             decision.draft_lens[sampled],
             decision.admitted[sampled],

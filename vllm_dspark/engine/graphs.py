@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which decode graphs are captured, and which one a plan replays.
 
-The host captures uniform decode graphs of one query length (gamma + 1). The plan may verify fewer
-drafts per request, so further families of uniform graphs are captured from the same capture sizes,
-and a planned step is dispatched to the family of its query length. A full budget replays exactly the
-graph that fixed-gamma decoding replays.
+The host captures either uniform decode graphs of one query length (gamma + 1), or varlen graphs that
+take any lengths up to it. Further families of uniform graphs are laid out from the same capture
+sizes: one per query length where the host fixes lengths, the two ends (no draft, every draft) where
+the device does. A planned step is dispatched to the family of its query length, and a full budget
+replays exactly the graph that fixed-gamma decoding replays.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -26,26 +28,46 @@ class VerifyGraphManager(ModelCudaGraphManager):
         session = find_session(vllm_config.speculative_config)
         assert session is not None, "bound only for runners that have a session"
         self._session: Session = session
-        super().__init__(vllm_config, *args, varlen_decode=False, **kw)
+        varlen = session.mode is VerifyMode.DEVICE
+        super().__init__(vllm_config, *args, varlen_decode=varlen, **kw)
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
-        if self._session.mode is not VerifyMode.UNIFORM:
+        query_lens = self._uniform_query_lens()
+        if not query_lens or not self._capture_descs:
             return
+        usual_width, usual_config = self.decode_query_len, self.compilation_config
+        varlen, self.varlen_decode = self.varlen_decode, False
+        sizes = sorted(usual_config.cudagraph_capture_sizes or ())
+        requests = thin([size for size in sizes if size <= self.max_num_reqs])
+        try:
+            for query_len in query_lens:
+                self.decode_query_len = query_len
+                self.compilation_config = copy.copy(usual_config)
+                self.compilation_config.cudagraph_capture_sizes = [
+                    count * query_len for count in requests if count * query_len <= sizes[-1]
+                ]
+                self._add_family(query_len)
+        finally:
+            self.decode_query_len, self.compilation_config = usual_width, usual_config
+            self.varlen_decode = varlen
+
+    def _uniform_query_lens(self) -> list[int]:
+        """Query lengths that get uniform graphs besides what the host captures anyway."""
         full = self.decode_query_len
-        for query_len in range(1, full):
-            self._add_family(query_len)
-        self.decode_query_len = full
+        if self._session.mode is VerifyMode.UNIFORM:
+            return list(range(1, full))
+        # Any length runs in a varlen graph; the two ends run cheaper in a uniform one.
+        return [1, full] if self._session.mode is VerifyMode.DEVICE else []
 
     def _add_family(self, query_len: int) -> None:
-        """Let the host lay out a family for ``query_len`` and put it before what is there.
+        """Let the host lay out uniform graphs of ``query_len`` and put them before what is there.
 
         A uniform graph matches no batch but its own, so being asked first changes nothing for
         others; being asked last would lose every step to the piecewise graph of the same size.
         """
         candidates, descs = self._candidates, self._capture_descs
         self._candidates, self._capture_descs = {}, {}
-        self.decode_query_len = query_len
         super()._init_candidates()
         family_candidates, family_descs = self._candidates, self._capture_descs
         self._candidates, self._capture_descs = candidates, descs
@@ -95,3 +117,15 @@ class VerifyGraphManager(ModelCudaGraphManager):
             if desc.uniform_token_count is not None:
                 sizes.setdefault(desc.uniform_token_count - 1, set()).add(desc.num_tokens)
         return {width: TierLadder(tokens) for width, tokens in sizes.items()}
+
+
+def thin(sizes: list[int], ratio: float = 1.18) -> list[int]:
+    """Sizes (ascending) without those that pad less than ``ratio`` to the next one kept.
+
+    The largest size stays, so that nothing the host could run in a graph falls out of one.
+    """
+    kept: list[int] = []
+    for size in reversed(sizes):
+        if not kept or kept[-1] >= size * ratio:
+            kept.append(size)
+    return kept[::-1]

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_dspark import compat
 from vllm_dspark.config import DSparkConfig
-from vllm_dspark.engine.modes import HostFacts, VerifyMode, resolve
+from vllm_dspark.engine.modes import HostFacts, VerifyMode, device_obstacle, resolve
 from vllm_dspark.engine.session import Session, find_session, open_session
 
 logger = logging.getLogger("vllm.dspark")
@@ -51,7 +51,19 @@ def _take_over(vllm_config: Any) -> Session | None:
             raise
         logger.error("DSpark runs natively, the plugin needs what this host lacks: %s", error)
         return None
-    return open_session(vllm_config.speculative_config, config)
+    session = open_session(vllm_config.speculative_config, config)
+    session.device_obstacle = device_obstacle(
+        full_graphs=vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+        lora=vllm_config.lora_config is not None,
+        pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
+        speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+    )
+    wanted = config.verify in ("auto", "compact") and config.lens in ("auto", "device")
+    if wanted and not session.device_obstacle:
+        # Attention backends are chosen, and their builders made, by this flag: it says that host
+        # lengths may lie. The runner reads it before we know whether they will.
+        vllm_config.speculative_config.enable_adaptive_verification = True
+    return session
 
 
 def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
@@ -89,10 +101,9 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
             return original(**kwargs)
         from vllm_dspark.engine import assembly
 
-        session.resolved = resolve(session.config, _host_facts(kwargs))
+        obstacle = session.device_obstacle or _refusal(original, kwargs)
+        session.resolved = resolve(session.config, _host_facts(kwargs, obstacle))
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
-        # Host lengths are exact in all of our modes, which is what the native manager asks
-        # attention backends about; with the flag down it has nothing to refuse.
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)
@@ -106,7 +117,16 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
     return maybe_create_adaptive_verification_manager
 
 
-def _host_facts(kwargs: dict[str, Any]) -> HostFacts:
+def _refusal(original: Any, kwargs: dict[str, Any]) -> str:
+    """The native validation's objection to lengths that only the device knows, empty if none."""
+    try:
+        original(**{**kwargs, "enable_adaptive_verification": True})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _host_facts(kwargs: dict[str, Any], obstacle: str) -> HostFacts:
     vllm_config = kwargs["vllm_config"]
     parallel = vllm_config.parallel_config
     return HostFacts(
@@ -114,6 +134,7 @@ def _host_facts(kwargs: dict[str, Any]) -> HostFacts:
         data_parallel_size=parallel.data_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         batch_sharded_sampling=bool(kwargs.get("copy_admitted_drafts_to_host", False)),
+        device_obstacle=obstacle,
     )
 
 
@@ -170,11 +191,30 @@ def _wrap_prepare_inputs(original: Any, runner: ModuleType) -> Any:
     return prepare_inputs
 
 
+def _wrap_capture_model(original: Any, runner: ModuleType) -> Any:
+    @functools.wraps(original)
+    def capture_model(self: Any, **kwargs: Any) -> Any:
+        session = find_session(self.speculative_config) if self.speculative_config else None
+        planner = session.planner if session is not None else None
+        if planner is None or kwargs.get("profile_only"):
+            return original(self, **kwargs)
+        from vllm_dspark.engine.profile import StartupProfile
+
+        planner.bind_profile(StartupProfile(planner.core, self))
+        try:
+            return original(self, **kwargs)
+        finally:
+            planner.bind_profile(None)
+
+    return capture_model
+
+
 _WRAPPERS: dict[str, Wrapper] = {
     "init_speculator": _wrap_init_speculator,
     "maybe_create_adaptive_verification_manager": _wrap_manager_factory,
     "resolve_adaptive_cudagraph_mode": _wrap_graph_mode,
     "ModelCudaGraphManager": _wrap_graph_manager,
     "RejectionSampler": _wrap_rejection_sampler,
+    "GPUModelRunner.capture_model": _wrap_capture_model,
     "GPUModelRunner.prepare_inputs": _wrap_prepare_inputs,
 }

@@ -24,11 +24,13 @@ class VerifyMode(StrEnum):
     """Only admitted drafts run; lengths are fixed on the host and exact everywhere."""
     UNIFORM = "uniform"
     """As HOST, with one length for all requests, on uniform decode graphs."""
+    DEVICE = "device"
+    """Only admitted drafts run; the device spends the budget on the live block."""
 
     @property
     def trims(self) -> bool:
         """The batch that runs may be smaller than the batch that was scheduled."""
-        return self in (VerifyMode.HOST, VerifyMode.UNIFORM)
+        return self in (VerifyMode.HOST, VerifyMode.UNIFORM, VerifyMode.DEVICE)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class HostFacts:
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     batch_sharded_sampling: bool = False
+    device_obstacle: str = ""
+    """Why the device cannot fix lengths here; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,13 @@ def resolve(config: DSparkConfig, facts: HostFacts) -> Resolved:
         return Resolved(VerifyMode.CAP_ACCEPT, "dspark.verify = 'cap-accept'")
     if config.lens in ("host", "uniform"):
         return Resolved(VerifyMode(config.lens), f"dspark.lens = {config.lens!r}")
-    if config.lens == "device":
-        raise ConfigError(
-            "dspark.lens = 'device' cannot run: this release splits the budget on the host only; "
-            "use 'auto', 'host' or 'uniform'"
-        )
+    if config.lens == "device" and facts.device_obstacle:
+        raise ConfigError(f"dspark.lens = 'device' cannot run: {facts.device_obstacle}")
+    if not facts.device_obstacle:
+        return Resolved(VerifyMode.DEVICE, "decode graphs take any query lengths")
     if facts.full_graphs:
-        return Resolved(VerifyMode.UNIFORM, "decode steps replay uniform CUDA graphs")
-    return Resolved(VerifyMode.HOST, "no full CUDA graphs, so lengths are free")
+        return Resolved(VerifyMode.UNIFORM, f"uniform CUDA graphs: {facts.device_obstacle}")
+    return Resolved(VerifyMode.HOST, f"host-exact lengths: {facts.device_obstacle}")
 
 
 def _obstacle(facts: HostFacts) -> str:
@@ -84,4 +87,22 @@ def _obstacle(facts: HostFacts) -> str:
         return "data-parallel ranks pad to the largest of them, which undoes a trim"
     if facts.batch_sharded_sampling:
         return "batch-sharded sampling plans from the scheduled counts"
+    return ""
+
+
+def device_obstacle(
+    *, full_graphs: bool, lora: bool, pipeline_parallel_size: int, speculative_tokens: int
+) -> str:
+    """Why the device cannot fix lengths, as far as the configuration tells; empty if it can.
+
+    Attention backends have their own say later, see ``HostFacts.device_obstacle``.
+    """
+    if not full_graphs:
+        return "decode steps replay no full CUDA graphs"
+    if lora:
+        return "LoRA maps adapters to tokens from host lengths"
+    if pipeline_parallel_size > 1:
+        return "only the last pipeline stage knows the confidences"
+    if speculative_tokens < 2:
+        return "one draft per request leaves nothing to split"
     return ""

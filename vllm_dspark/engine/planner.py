@@ -7,14 +7,14 @@ falls here), ``dispatch`` on the graph manager (which graph), ``compact_batch`` 
 
 Age of what is read (paper section 5.2): a block drafted in step t is verified in step t+1. The budget of
 step t+1 comes from blocks drafted in step t-1 or before, so it never depends on the live block. Who
-gets the budget may depend on the live block; on a host whose device is the CPU it does, elsewhere the
-same lagged values decide.
+gets the budget may depend on the live block: the device spends it there, and so does the host where
+the device is the CPU; elsewhere a host split uses the same lagged values as the budget.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,9 @@ from vllm_dspark.core.plan import StepInput, VerifyPlan
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.survival import RowDoubt
 from vllm_dspark.core.tiers import ExecMode
+from vllm_dspark.engine.device_split import DeviceSplit, even_split
 from vllm_dspark.engine.modes import VerifyMode
+from vllm_dspark.engine.profile import StartupProfile
 from vllm_dspark.engine.relay import BlockRelay, Landed
 
 LAG_STEPS = 1
@@ -44,23 +46,38 @@ class StepDecision:
     step: int
     req_ids: list[str]
     slots: np.ndarray
+    base_lens: np.ndarray
+    """``[num_reqs]`` tokens besides drafts."""
     draft_lens: np.ndarray
-    admitted: np.ndarray
-    base_tokens: int
+    """``[num_reqs]`` drafts that the scheduler handed over."""
+    eligible: np.ndarray
+    """``[num_reqs]`` those of them that are drafts of this request and not placeholders."""
+    admitted: np.ndarray | None
+    """``[num_reqs]`` drafts of the plan; None until the device's split has been read back."""
     samples: np.ndarray
     """``[num_reqs]`` requests that commit a token in this step."""
     plan: VerifyPlan
-    predicted: np.ndarray
+    trims: bool
+    """Only admitted drafts run."""
+    predicted: np.ndarray | None = None
     """``[num_reqs, gamma]`` confidences of the block under verification, NaN where unknown."""
-    verified: np.ndarray
-    """``[num_reqs]`` drafts that the target runs: the admitted ones where the mode trims."""
     graph_tokens: int | None = None
     """Token count of the graph that was replayed; None if the step ran without one."""
 
     @property
+    def running_drafts(self) -> int:
+        """Drafts that the target runs."""
+        return self.plan.verified_drafts if self.trims else int(self.draft_lens.sum())
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that run, padding left out."""
-        return self.base_tokens + int(self.verified.sum())
+        return int(self.base_lens.sum()) + self.running_drafts
+
+    @property
+    def host_lens(self) -> np.ndarray | None:
+        """``[num_reqs]`` drafts that run, None where only the device knows."""
+        return self.admitted if self.trims else self.draft_lens
 
 
 class StepPlanner:
@@ -72,11 +89,13 @@ class StepPlanner:
         req_states: the runner's request state.
         query_start_loc: ``[max_num_reqs + 1]`` int32 device buffer that the runner fills.
         num_bonus_tokens: logit rows per request besides its drafts.
+        max_total_logits: logit rows that are verified in one chunk.
         order: the runner's batch order.
         answers_admitted: the runner expects admitted counts in ``reallocate_drafts``.
         observer: receives every decision once its outcome is known.
         has_confidence: the draft publishes confidences; without them everything is verified.
         broadcast: makes the published results of all ranks equal, see ``BlockRelay``.
+        share: rank 0's object on every rank; start-up only.
     """
 
     def __init__(
@@ -92,6 +111,7 @@ class StepPlanner:
         observer: Observer | None = None,
         has_confidence: bool = True,
         broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        share: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         self.core = core
         self.mode = mode
@@ -103,13 +123,18 @@ class StepPlanner:
         self._answers_admitted = answers_admitted
         self._observer = observer
         self._has_confidence = has_confidence
+        self._share = share
+        self._profile: StartupProfile | None = None
         gamma, slots = req_states.num_speculative_steps, req_states.max_num_reqs
         self._gamma = gamma
         self._relay = BlockRelay(slots, gamma, req_states.device, broadcast=broadcast)
         self._live_host = req_states.device.type == "cpu"
+        self._latest = _SlotTable(slots, gamma)
         self._lagged = _SlotTable(slots, gamma)
-        self._live = _SlotTable(slots, gamma)
         self._unread: Landed | None = None
+        self._split = (
+            DeviceSplit(slots, gamma, req_states.device) if mode is VerifyMode.DEVICE else None
+        )
         self._awaiting: deque[StepDecision] = deque()
         self._decision: StepDecision | None = None
         self._running: StepDecision | None = None
@@ -120,7 +145,7 @@ class StepPlanner:
     def add_request(self, req_idx: int) -> None:
         """A slot has a new owner; what is known of it belongs to the previous one."""
         self._lagged.reset(req_idx, self._relay.published)
-        self._live.reset(req_idx, self._relay.published)
+        self._latest.reset(req_idx, self._relay.published)
 
     # ------------------------------------------------------------------ the decision
 
@@ -138,51 +163,56 @@ class StepPlanner:
         computed = self._states.num_computed_tokens_np[slots]
         prefill = self._states.prefill_len.np[slots]
         # Drafts of a step that starts inside the prompt are placeholders of a migrated request.
-        real = np.where(computed < prefill, 0, drafts)
+        eligible = np.where(computed < prefill, 0, drafts)
         samples = computed + base >= prefill
-        step = self._relay.published
-        confidence, state = self._lagged.read(slots, step)
+        confidence, state = self._lagged.read(slots, self._relay.published)
+        exec_mode = self._exec_mode(base)
+        split = self._split
         plan = self.core.plan(
             StepInput(
                 samples=samples,
-                draft_lens=real,
+                draft_lens=eligible,
                 base_tokens=int(base.sum()),
                 confidence=confidence if self._has_confidence else None,
                 row_state=state,
                 context_tokens=int(computed.sum()),
-                trim_mode=self._exec_mode(base),
-                full_mode=self._exec_mode(base),
-                max_drafts=max(0, self._max_logits - count * self._bonus),
+                trim_mode=exec_mode,
+                full_mode=exec_mode,
+                # A batch whose lengths only the device knows is verified in one chunk of logits.
+                max_drafts=None if split is None else max(0, self._max_logits - count * self._bonus),
+                need_lens=split is None,
             )
         )
-        admitted = drafts if self.mode is VerifyMode.STATIC else self._admit(plan, slots, real, step)
-        predicted = self._live.peek(slots, step) if self._live_host else confidence
         self._decision = StepDecision(
-            step=step,
+            step=self._relay.published,
             req_ids=req_ids,
             slots=slots,
+            base_lens=base,
             draft_lens=drafts,
-            admitted=admitted,
-            base_tokens=int(base.sum()),
+            eligible=eligible,
+            admitted=self._admit(plan, slots, eligible),
             samples=samples,
             plan=plan,
-            predicted=predicted,
-            verified=admitted if self.mode.trims else drafts,
+            trims=self.mode.trims,
         )
         self._awaiting.append(self._decision)
         return self._decision.num_tokens
 
-    def _admit(
-        self, plan: VerifyPlan, slots: np.ndarray, drafts: np.ndarray, step: int
-    ) -> np.ndarray:
+    def _admit(self, plan: VerifyPlan, slots: np.ndarray, eligible: np.ndarray) -> np.ndarray | None:
         """Lengths of the plan, spent by the live block where the host can read it."""
+        if self.mode is VerifyMode.STATIC or plan.budget is None:
+            return eligible
+        if plan.verified_drafts == 0:
+            return np.zeros_like(eligible)
+        if self._split is not None:
+            return None
         assert plan.admitted is not None
-        if plan.budget is None or plan.uniform_k is not None or not self._live_host:
+        if plan.uniform_k is not None or not self._live_host:
             return plan.admitted
-        confidence, state = self._live.read(slots, step)
+        confidence, state = self._latest.read(slots, self._relay.published)
         doubtful = state != RowDoubt.TRUSTED
         survival = self.core.calibration.apply(confidence.T.copy(), 0).cumprod(axis=0).T
-        return allocate(survival, drafts, plan.verified_drafts, doubtful)
+        return allocate(survival, eligible, plan.verified_drafts, doubtful)
 
     def _exec_mode(self, base: np.ndarray) -> ExecMode:
         """How a batch with ``base`` tokens besides its drafts runs, trimmed or not."""
@@ -205,11 +235,12 @@ class StepPlanner:
     def uniform_query_len(self) -> int | None:
         """Query length of the decided step if it is one for all requests and shorter than usual."""
         decision = self._decision
-        if decision is None or not self.mode.trims or decision.plan.uniform_k is None:
+        if decision is None or not decision.trims or not bool((decision.base_lens == 1).all()):
             return None
-        if decision.base_tokens != len(decision.req_ids):
-            return None
-        return int(decision.plan.uniform_k) + 1
+        if decision.plan.verified_drafts == 0:
+            return 1
+        width = decision.plan.uniform_k
+        return None if width is None else int(width) + 1
 
     def dispatched(self, graph: Any) -> None:
         """The graph manager's choice for the decided step."""
@@ -225,14 +256,18 @@ class StepPlanner:
         """Exact host lengths ``[num_reqs]`` and logit offsets ``[num_reqs + 1]``."""
         decision = self._decision
         assert decision is not None
-        if not self.mode.trims:
-            return num_scheduled_tokens, cu_num_logits_np
-        counts = num_scheduled_tokens - num_draft_tokens_per_req + decision.admitted
-        return counts.astype(num_scheduled_tokens.dtype), self._logit_offsets(decision)
+        lens = decision.host_lens
+        if lens is None:
+            # The device decides; the host carries an even split, and logit offsets stay the bound.
+            lens = even_split(decision.eligible, decision.running_drafts, self._gamma)
+        else:
+            cu_num_logits_np = self._logit_offsets(lens)
+        counts = num_scheduled_tokens - num_draft_tokens_per_req + lens
+        return counts.astype(num_scheduled_tokens.dtype), cu_num_logits_np
 
-    def _logit_offsets(self, decision: StepDecision) -> np.ndarray:
-        offsets = np.zeros(len(decision.req_ids) + 1, dtype=np.int32)
-        np.cumsum(decision.verified + self._bonus, out=offsets[1:])
+    def _logit_offsets(self, lens: np.ndarray) -> np.ndarray:
+        offsets = np.zeros(len(lens) + 1, dtype=np.int32)
+        np.cumsum(lens + self._bonus, out=offsets[1:])
         return offsets
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
@@ -240,30 +275,36 @@ class StepPlanner:
 
         Returns:
             Logit offsets ``[num_reqs + 1]`` int32, the runner's ``query_start_loc``, drafts that
-            run, and, where the runner asks for it, None: host counts are exact.
+            run, and, where the runner asks for it, None: such runners are not trimmed.
         """
         decision = self._decision
         assert decision is not None and decision.req_ids == req_ids, "one decision per step"
-        self._decision = None
-        cu_num_logits = async_tensor_h2d(self._logit_offsets(decision), device=idx_mapping.device)
-        self._running = decision
-        answer = (cu_num_logits, self._query_start_loc, int(decision.verified.sum()))
+        self._decision, self._running = None, decision
+        lens = decision.host_lens
+        if lens is None:
+            assert self._split is not None
+            cu_num_logits = self._split.spend(decision, idx_mapping, self._bonus, self._query_start_loc)
+        else:
+            cu_num_logits = async_tensor_h2d(self._logit_offsets(lens), device=idx_mapping.device)
+        answer = (cu_num_logits, self._query_start_loc, decision.running_drafts)
         return (*answer, None) if self._answers_admitted else answer
 
     def make_exact(self, input_batch: Any) -> None:
         """Put the lengths that run where the host left what was scheduled."""
         decision = self._running
-        if decision is None or decision.req_ids != input_batch.req_ids or not self.mode.trims:
+        if decision is None or decision.req_ids != input_batch.req_ids or not decision.trims:
+            return
+        if decision.host_lens is None:
             return
         lens = np.diff(input_batch.query_start_loc_np[: input_batch.num_reqs + 1])
         input_batch.num_scheduled_tokens = lens
-        input_batch.num_draft_tokens_per_req = decision.verified.astype(np.int32)
+        input_batch.num_draft_tokens_per_req = decision.host_lens.astype(np.int32)
         input_batch.max_query_len = int(lens.max())
 
     def take_window(self, req_ids: list[str]) -> np.ndarray | None:
         """Drafts ``[num_reqs]`` int32 that the running step may commit, None without a plan."""
         decision = self._running
-        if decision is None or decision.req_ids != req_ids:
+        if decision is None or decision.req_ids != req_ids or decision.admitted is None:
             return None
         return decision.admitted.astype(np.int32)
 
@@ -277,26 +318,34 @@ class StepPlanner:
         """Publish the block that was just drafted and what its step committed."""
         self._running = None
         count = input_batch.num_reqs
+        none = torch.zeros(count, dtype=torch.int32, device=confidence_probs.device)
         num_sampled, self._num_sampled = self._num_sampled, None
-        if num_sampled is None:
-            num_sampled = torch.zeros(count, dtype=torch.int32, device=confidence_probs.device)
-        self._relay.publish(input_batch.idx_mapping_np, confidence_probs[:count], num_sampled)
+        verified = self._split.take_admitted() if self._split is not None else None
+        agreed = self._relay.publish(
+            input_batch.idx_mapping_np,
+            confidence_probs[:count],
+            none if num_sampled is None else num_sampled,
+            none - 1 if verified is None else verified,
+        )
+        if self._split is not None:
+            self._split.store(input_batch.idx_mapping, agreed)
 
     def _read_results(self) -> None:
         """Take in every step that is old enough, in order."""
-        if self._live_host:
-            # The copy is done when publish returns, so the newest step may be read for ranking;
-            # the budget still waits one step.
-            for landed in self._relay.collect(0):
-                if self._unread is not None:
-                    self._lagged.update(self._unread)
-                self._live.update(landed)
+        if not self._live_host:
+            for landed in self._relay.collect(LAG_STEPS):
                 self._settle(landed)
-                self._unread = landed
+                self._latest.update(landed)
+                self._lagged.update(landed)
             return
-        for landed in self._relay.collect(LAG_STEPS):
-            self._lagged.update(landed)
+        # The copy is done when publish returns, so the newest step may be read for ranking; the
+        # budget still waits one step.
+        for landed in self._relay.collect(0):
             self._settle(landed)
+            self._latest.update(landed)
+            if self._unread is not None:
+                self._lagged.update(self._unread)
+            self._unread = landed
 
     def _settle(self, landed: Landed) -> None:
         """Match a step's outcome with its decision."""
@@ -305,17 +354,29 @@ class StepPlanner:
         if not self._awaiting or self._awaiting[0].step != landed.step:
             return
         decision = self._awaiting.popleft()
+        if decision.admitted is None:
+            decision.admitted = landed.verified
+        decision.predicted = self._latest.peek(decision.slots, decision.step)
         if self._observer is not None:
             self._observer(decision, np.maximum(landed.num_sampled - 1, 0))
 
     # ------------------------------------------------------------------ start-up
 
-    def batches_to_profile(self, capture_sizes: list[int]) -> list[dict[str, int]]:
+    def bind_profile(self, profile: StartupProfile | None) -> None:
+        """Who measures step costs when the host asks which batches to time."""
+        self._profile = profile
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterable[dict[str, Any]]:
         """Dummy batches whose step times seed the cost model."""
-        return []
+        return self._profile.batches() if self._profile is not None else ()
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
-        """Step times of ``batches_to_profile``."""
+        """Adopt the cost model that the timed batches give, rank 0's on every rank."""
+        if self._profile is None:
+            return
+        cost = self._profile.fit(samples)
+        if cost is not None:
+            self.core.adopt(cost=self._share(cost))
 
 
 Observer = Callable[[StepDecision, np.ndarray], None]

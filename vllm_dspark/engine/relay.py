@@ -32,6 +32,8 @@ class Landed:
     """``[num_reqs, gamma]`` float32, of the block drafted in this step."""
     num_sampled: np.ndarray
     """``[num_reqs]`` int32, tokens committed by this step's verification."""
+    verified: np.ndarray
+    """``[num_reqs]`` int32, drafts verified in this step; -1 where the host decided."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ class BlockRelay:
         self._broadcast = broadcast
         pin = device.type != "cpu"
         self._free = deque(
-            torch.empty(max_num_reqs, gamma + 1, dtype=torch.float32, pin_memory=pin)
+            torch.empty(max_num_reqs, gamma + 2, dtype=torch.float32, pin_memory=pin)
             for _ in range(depth)
         )
         self._in_flight: deque[_InFlight] = deque()
@@ -76,21 +78,31 @@ class BlockRelay:
         self.published = 0
 
     def publish(
-        self, slots: np.ndarray, confidence: torch.Tensor, num_sampled: torch.Tensor
-    ) -> None:
+        self,
+        slots: np.ndarray,
+        confidence: torch.Tensor,
+        num_sampled: torch.Tensor,
+        verified: torch.Tensor,
+    ) -> torch.Tensor:
         """Start copying one step.
 
         Args:
             slots: ``[num_reqs]`` request-state slots, batch order.
-            confidence: ``[num_reqs, gamma]`` float32 on the device; may be rewritten right after.
-            num_sampled: ``[num_reqs]`` integers on the device; may be rewritten right after.
+            confidence: ``[num_reqs, gamma]`` float32 on the device.
+            num_sampled: ``[num_reqs]`` integers on the device.
+            verified: ``[num_reqs]`` integers on the device.
+            All three may be rewritten right after.
+
+        Returns:
+            The agreed confidences ``[num_reqs, gamma]`` float32, a reader copy.
 
         Raises:
             RuntimeError: ``depth`` steps are in flight and none was collected.
         """
         if not self._free:
             raise RuntimeError(f"{len(self._in_flight)} steps published and none collected")
-        packed = torch.cat([confidence, num_sampled.to(torch.float32).unsqueeze(1)], dim=1)
+        counts = torch.stack([num_sampled, verified], dim=1).to(torch.float32)
+        packed = torch.cat([confidence, counts], dim=1)
         if self._broadcast is not None:
             packed = self._broadcast(packed)
         host = self._free.popleft()
@@ -102,6 +114,7 @@ class BlockRelay:
             event.record(self._stream)
         self._in_flight.append(_InFlight(self.published, slots.copy(), packed, host, event))
         self.published += 1
+        return packed[:, : self._gamma]
 
     def collect(self, lag: int) -> Iterator[Landed]:
         """Yield every unread step but the newest ``lag``, oldest first, waiting where needed."""
@@ -115,4 +128,5 @@ class BlockRelay:
                 entry.slots,
                 rows[:, : self._gamma],
                 rows[:, self._gamma].astype(np.int32),
+                rows[:, self._gamma + 1].astype(np.int32),
             )

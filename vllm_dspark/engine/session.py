@@ -32,6 +32,8 @@ class Session:
     """Kept so that its identity cannot be reused while the session lives."""
     config: DSparkConfig
     resolved: Resolved | None = None
+    device_obstacle: str = ""
+    """Why the device cannot fix lengths, as far as the configuration tells."""
     writer: MetricsWriter | None = None
     _planner: weakref.ref[StepPlanner] | None = field(default=None, repr=False)
     _proposer: weakref.ref[DSparkProposer] | None = field(default=None, repr=False)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lengths that only the device knows: the live block's confidences spend the host's budget.
+
+The host fixes how many drafts run (and with it the graph); which ones is decided in one kernel on
+the newest confidences, without the host waiting for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dspark.core.allocation import allocate as allocate_on_host
+from vllm_dspark.kernels.allocate import allocate
+
+if TYPE_CHECKING:
+    from vllm_dspark.engine.planner import StepDecision
+
+
+class DeviceSplit:
+    """Live confidences by request slot, and the split of the running step."""
+
+    def __init__(self, max_num_reqs: int, gamma: int, device: torch.device) -> None:
+        # Ones: a block without confidences outranks others instead of losing its drafts unseen.
+        self._live = torch.ones(max_num_reqs, gamma, dtype=torch.float32, device=device)
+        self._full = torch.full((max_num_reqs,), gamma, dtype=torch.int32, device=device)
+        self._single = torch.ones(max_num_reqs, dtype=torch.int32, device=device)
+        self._gamma = gamma
+        self._admitted: torch.Tensor | None = None
+
+    def store(self, idx_mapping: torch.Tensor, confidence: torch.Tensor) -> None:
+        """Remember a step's confidences ``[num_reqs, gamma]`` under its slots ``[num_reqs]``."""
+        self._live[idx_mapping] = confidence
+
+    def spend(
+        self,
+        decision: StepDecision,
+        idx_mapping: torch.Tensor,
+        num_bonus: int,
+        query_start_loc: torch.Tensor,
+    ) -> torch.Tensor:
+        """Split the decided budget, fill ``query_start_loc``; returns logit offsets."""
+        count = len(decision.req_ids)
+        lens, base = self._full[:count], self._single[:count]
+        if not bool((decision.eligible == self._gamma).all() and (decision.base_lens == 1).all()):
+            both = np.stack([decision.eligible, decision.base_lens]).astype(np.int32)
+            lens, base = async_tensor_h2d(both, device=idx_mapping.device)
+        self._admitted, cu_num_logits = allocate(
+            self._live,
+            idx_mapping,
+            lens,
+            base,
+            decision.running_drafts,
+            num_bonus,
+            decision.num_tokens,
+            query_start_loc,
+        )
+        return cu_num_logits
+
+    def take_admitted(self) -> torch.Tensor | None:
+        """Admitted drafts ``[num_reqs]`` of the running step, None if the host decided."""
+        admitted, self._admitted = self._admitted, None
+        return admitted
+
+
+def even_split(eligible: np.ndarray, budget: int, gamma: int) -> np.ndarray:
+    """``budget`` drafts spread over the rows ``[num_reqs]``, none above what it has."""
+    flat = np.ones((len(eligible), gamma))
+    return allocate_on_host(flat, eligible, budget)

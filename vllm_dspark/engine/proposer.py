@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's DSpark speculator: vLLM's own, checked at start-up, with confidences for everybody.
+
+What differs from `DSparkSpeculator`, and nothing else does:
+
+* The draft checkpoint is validated against the target before the target's weights are loaded.
+* Confidences are computed whenever the draft has a confidence head and `publish_confidence` is
+  true, not only under vLLM's `enable_adaptive_verification`: the plugin's planner needs them in
+  every mode. They appear in `draft_token_confidence_probs` `[max_num_reqs, gamma]`, written inside
+  the draft graph; whoever keeps them longer than a step takes a copy.
+* Gated, rnn and absent Markov heads are sampled (`DSparkQwen3ForCausalLM.sample_sequential`).
+
+Importing this module imports torch and vLLM; the installer does so lazily.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+from vllm_dspark.engine.checkpoint import CheckpointError, block_size, validate_checkpoint
+from vllm_dspark.engine.draft_model import DSparkQwen3ForCausalLM, target_shape
+from vllm_dspark.engine.registration import DRAFT_ARCHITECTURES
+
+logger = logging.getLogger("vllm.dspark")
+
+# Load formats that read a checkpoint's own safetensors files, under their own names.
+_PLAIN_FILES = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
+
+
+class DSparkProposer(DSparkSpeculator):
+    """Drafts `gamma = num_speculative_tokens` tokens per request and step.
+
+    Attributes:
+        publish_confidence: whether a draft's confidence head is run. Set it to False before
+            `load_model` when nobody reads confidences (fixed-length verification). After
+            `load_model` it says whether confidences are really published by a trained head.
+            Without such a head, setting `use_acceptance_estimator` before `load_model` makes
+            vLLM's online estimator fill the same buffer.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        validate_draft(vllm_config)
+        super().__init__(vllm_config, device)
+        self.publish_confidence: bool = True
+
+    def load_draft_model(
+        self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
+    ) -> torch.nn.Module:
+        """Load the draft as vLLM does, then decide who provides confidences."""
+        model = super().load_draft_model(target_model, target_attn_layer_names)
+        trained_head = getattr(getattr(model, "model", None), "confidence_head", None)
+        self.publish_confidence = self.publish_confidence and trained_head is not None
+        if self.publish_confidence:
+            self.use_confidence_head = True
+            # Two writers of one buffer would race; the trained head is the better one.
+            self.use_acceptance_estimator = False
+        return model
+
+    def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
+        # Not every supported vLLM asks the model before it runs its own loop, so ask here. Other
+        # models' hooks, where vLLM has them, stay vLLM's business.
+        if isinstance(self.model, DSparkQwen3ForCausalLM) and self.model.sample_sequential(
+            self, num_reqs, head_hidden
+        ):
+            return
+        super()._sample_sequential(num_reqs, head_hidden)
+
+
+def validate_draft(vllm_config: VllmConfig) -> None:
+    """Check the configured draft checkpoint, logging warnings.
+
+    Dense Qwen3-style drafts are checked in full (a remote one without its weights, which the model
+    checks while loading). For the other DSpark architectures only what holds for all is checked.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the target or the options.
+    """
+    speculative_config = vllm_config.speculative_config
+    draft_model_config = speculative_config.draft_model_config
+    config = draft_model_config.hf_config.to_dict()
+    where = draft_model_config.model
+    num_tokens = speculative_config.num_speculative_tokens
+    if DRAFT_ARCHITECTURES.isdisjoint(draft_model_config.architectures):
+        _validate_foreign(config, num_tokens, where)
+        return
+    load_config = get_draft_load_config(vllm_config)
+    readable = Path(where).is_dir() and load_config.load_format in _PLAIN_FILES
+    warnings = validate_checkpoint(
+        config,
+        target_shape(vllm_config),
+        num_tokens,
+        where=where,
+        weights_dir=Path(where) if readable else None,
+    )
+    for warning in warnings:
+        logger.warning("DSpark draft checkpoint %s: %s", where, warning)
+
+
+def _validate_foreign(config: Mapping[str, Any], num_tokens: int, where: str) -> None:
+    problems = []
+    trained = block_size(config)
+    if trained is not None and num_tokens > trained:
+        problems.append(
+            f"num_speculative_tokens: expected at most block_size={trained}, found {num_tokens}"
+        )
+    head_type = config.get("markov_head_type") or "vanilla"
+    if head_type != "vanilla":
+        # vLLM's loaders for these architectures drop the extra weights without a word.
+        problems.append(
+            "config field markov_head_type: expected 'vanilla' for architecture "
+            f"{config.get('architectures')}, found {head_type!r}"
+        )
+    if problems:
+        raise CheckpointError.of(where, problems)
