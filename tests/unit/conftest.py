@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the policy tests, and the strength of the property tests."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from vllm_dspark.core.trace import Trace, parse_trace
+
+# Derandomised, so that a failure in CI is a failure everywhere. Every property test runs
+# `oracles.CASES` cases per example: 4,000 cases in all, without the generator's cost for each.
+settings.register_profile(
+    "policy",
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("policy")
+
+
+@pytest.fixture(scope="session")
+def demo_trace() -> Trace:
+    """The recorded greedy blocks of the demo pair."""
+    path = Path(__file__).parents[2] / "demo" / "trace.jsonl"
+    with path.open() as lines:
+        return parse_trace(lines)
