@@ -8,6 +8,7 @@ What differs from `DSparkSpeculator`, and nothing else does:
   true, not only under vLLM's `enable_adaptive_verification`: the plugin's planner needs them in
   every mode. They appear in `draft_token_confidence_probs` `[max_num_reqs, gamma]`, written inside
   the draft graph; whoever keeps them longer than a step takes a copy.
+* Blocks may be narrower than gamma, with draft graphs up to the largest batch (`draft_width`).
 * Gated, rnn and absent Markov heads are sampled (`DSparkQwen3ForCausalLM.sample_sequential`).
 
 Importing this module imports torch and vLLM; the installer does so lazily.
@@ -16,7 +17,7 @@ Importing this module imports torch and vLLM; the installer does so lazily.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from vllm_dspark.engine.checkpoint import CheckpointError, block_size, validate_checkpoint
 from vllm_dspark.engine.draft_model import DSparkQwen3ForCausalLM, target_shape
+from vllm_dspark.engine.draft_width import DraftFamilies
 from vllm_dspark.engine.registration import DRAFT_ARCHITECTURES
 
 logger = logging.getLogger("vllm.dspark")
@@ -44,12 +46,17 @@ class DSparkProposer(DSparkSpeculator):
             `load_model` it says whether confidences are really published by a trained head.
             Without such a head, setting `use_acceptance_estimator` before `load_model` makes
             vLLM's online estimator fill the same buffer.
+        families: widths of the blocks that may be drafted; allow more than gamma before
+            `init_cudagraph_manager`.
+        next_width: asked once per block for its width, gamma unless a planner sets it.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         validate_draft(vllm_config)
         super().__init__(vllm_config, device)
         self.publish_confidence: bool = True
+        self.families = DraftFamilies(self)
+        self.next_width: Callable[[], int] = lambda: self.num_speculative_steps
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
@@ -63,6 +70,25 @@ class DSparkProposer(DSparkSpeculator):
             # Two writers of one buffer would race; the trained head is the better one.
             self.use_acceptance_estimator = False
         return model
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        for width in self.families.widths:
+            with self.families.at(width), self.families.capture_sizes():
+                super().init_cudagraph_manager(cudagraph_mode)
+
+    def capture(self) -> None:
+        for width in self.families.widths:
+            with self.families.at(width):
+                super().capture()
+
+    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Draft a block of the width that the planner chose, `[num_reqs, gamma]`; columns past
+        the width hold what an earlier block left there and are never verified.
+        """
+        width = self.next_width()
+        with self.families.at(width):
+            super().propose(*args, **kwargs)
+        return self.draft_tokens[: args[0].num_reqs if args else kwargs["input_batch"].num_reqs]
 
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
         # Not every supported vLLM asks the model before it runs its own loop, so ask here. Other
