@@ -65,6 +65,9 @@ class DSparkConfig(BaseModel):
     budget_pin: Tokens | Fraction | None = Field(
         None, description="Verify exactly this many drafts per step; for profiling and tests."
     )
+    draft_width: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
+        "auto", description="Slots of a drafted block: chosen by the load, or always this many."
+    )
     min_gain: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.02, description="Predicted gain in tokens per second that a trimmed step must promise."
     )
@@ -197,7 +200,9 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
                 f"{NAMESPACE}.{option}: unknown option{hint}; valid options: {', '.join(valid)}"
             )
         else:
-            lines[option] = f"{NAMESPACE}.{option} = {given.get(option)!r}: allowed: {_allowed(option)}"
+            lines[option] = (
+                f"{NAMESPACE}.{option} = {given.get(option)!r}: allowed: {_allowed(option)}"
+            )
     return "\n".join(lines.values())
 
 

@@ -30,7 +30,9 @@ def register() -> None:
     try:
         _register()
     except Exception:
-        logger.exception("vllm-dspark could not be registered; the host's own DSpark stays in place")
+        logger.exception(
+            "vllm-dspark could not be registered; the host's own DSpark stays in place"
+        )
     _registered = True
 
 

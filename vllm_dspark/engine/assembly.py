@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_dspark.config import DSparkConfig
+from vllm_dspark.core.draft_width import WidthChoice
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.policy import PolicyConfig, SearchMode
 from vllm_dspark.engine.graphs import VerifyGraphManager
@@ -55,6 +56,7 @@ def build_planner(
         answers_admitted,
         observer=Accounting(session.writer, session.mode),
         has_confidence=session.has_confidence,
+        widths=WidthChoice(session.widths),
         share=lambda value: get_tp_group().broadcast_object(value, src=0),
     )
 
@@ -91,7 +93,7 @@ class Accounting:
         writer.observe_plan(
             mode=self._label(plan.uniform_k is not None),
             reason=str(plan.reason),
-            scheduled_tokens=int(decision.draft_lens.sum()),
+            scheduled_tokens=int(decision.eligible.sum()),
             budget_tokens=-1 if plan.budget is None else plan.budget,
             tier_tokens=graph,
             padded_tokens=max(graph - decision.num_tokens, 0),
@@ -101,7 +103,7 @@ class Accounting:
         sampled = decision.samples
         assert decision.admitted is not None and decision.predicted is not None, "settled"
         writer.observe_accept(
-            decision.draft_lens[sampled],
+            decision.eligible[sampled],
             decision.admitted[sampled],
             accepted[sampled],
             np.cumprod(decision.predicted[sampled], axis=1),
@@ -111,4 +113,3 @@ class Accounting:
         if not self._mode.trims:
             return str(self._mode)
         return "uniform" if uniform else "compact"
-

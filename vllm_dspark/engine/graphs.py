@@ -24,7 +24,9 @@ from vllm_dspark.engine.session import Session, find_session
 class VerifyGraphManager(ModelCudaGraphManager):
     """The host's graph manager with one family of uniform graphs per query length."""
 
-    def __init__(self, vllm_config: Any, *args: Any, varlen_decode: bool = False, **kw: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, *args: Any, varlen_decode: bool = False, **kw: Any
+    ) -> None:
         session = find_session(vllm_config.speculative_config)
         assert session is not None, "bound only for runners that have a session"
         self._session: Session = session

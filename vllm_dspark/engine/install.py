@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from vllm_dspark import compat
-from vllm_dspark.config import DSparkConfig
+from vllm_dspark.config import ConfigError, DSparkConfig
+from vllm_dspark.core.draft_width import widths_for
 from vllm_dspark.engine.modes import HostFacts, VerifyMode, device_obstacle, resolve
 from vllm_dspark.engine.session import Session, find_session, open_session
 
@@ -52,6 +53,7 @@ def _take_over(vllm_config: Any) -> Session | None:
         logger.error("DSpark runs natively, the plugin needs what this host lacks: %s", error)
         return None
     session = open_session(vllm_config.speculative_config, config)
+    session.widths = _draft_widths(config, vllm_config)
     session.device_obstacle = device_obstacle(
         full_graphs=vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
         lora=vllm_config.lora_config is not None,
@@ -64,6 +66,22 @@ def _take_over(vllm_config: Any) -> Session | None:
         # lengths may lie. The runner reads it before we know whether they will.
         vllm_config.speculative_config.enable_adaptive_verification = True
     return session
+
+
+def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
+    """Block widths that this server may draft, the widest one last."""
+    gamma = vllm_config.speculative_config.num_speculative_tokens
+    if config.draft_width != "auto":
+        if config.draft_width > gamma:
+            raise ConfigError(
+                f"dspark.draft_width = {config.draft_width}: allowed: 'auto' or an integer from 1 to "
+                f"num_speculative_tokens = {gamma}"
+            )
+        return (config.draft_width,)
+    # Data-parallel ranks pad their drafts to each other, so they all draft gamma slots.
+    alone = vllm_config.parallel_config.data_parallel_size == 1
+    graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    return widths_for(gamma) if alone and graphs and config.verify != "static" else (gamma,)
 
 
 def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
@@ -86,6 +104,8 @@ def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
         finally:
             native.DSparkSpeculator = borrowed
         session.attach_proposer(proposer)
+        proposer.families.allow(session.widths)
+        proposer.next_width = session.next_width
         return proposer
 
     return init_speculator
@@ -200,7 +220,9 @@ def _wrap_capture_model(original: Any, runner: ModuleType) -> Any:
             return original(self, **kwargs)
         from vllm_dspark.engine.profile import StartupProfile
 
-        planner.bind_profile(StartupProfile(planner.core, self))
+        planner.bind_profile(
+            StartupProfile(planner.core, self, session.widths, planner.set_draft_width)
+        )
         try:
             return original(self, **kwargs)
         finally:

@@ -23,6 +23,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dspark.core.allocation import allocate
+from vllm_dspark.core.draft_width import Load, WidthChoice
 from vllm_dspark.core.plan import StepInput, VerifyPlan
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.survival import RowDoubt
@@ -96,6 +97,7 @@ class StepPlanner:
         has_confidence: the draft publishes confidences; without them everything is verified.
         broadcast: makes the published results of all ranks equal, see ``BlockRelay``.
         share: rank 0's object on every rank; start-up only.
+        widths: chooses the width of the next block; None drafts gamma slots.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class StepPlanner:
         has_confidence: bool = True,
         broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
         share: Callable[[Any], Any] = lambda value: value,
+        widths: WidthChoice | None = None,
     ) -> None:
         self.core = core
         self.mode = mode
@@ -130,11 +133,15 @@ class StepPlanner:
         self._relay = BlockRelay(slots, gamma, req_states.device, broadcast=broadcast)
         self._live_host = req_states.device.type == "cpu"
         self._latest = _SlotTable(slots, gamma)
-        self._lagged = _SlotTable(slots, gamma)
+        # Elsewhere nothing newer than what the budget may see ever reaches the host.
+        self._lagged = _SlotTable(slots, gamma) if self._live_host else self._latest
         self._unread: Landed | None = None
         self._split = (
             DeviceSplit(slots, gamma, req_states.device) if mode is VerifyMode.DEVICE else None
         )
+        self._widths = widths
+        self.draft_width = gamma if widths is None else widths.current
+        self._block_width = np.full(slots, gamma, dtype=np.int64)
         self._awaiting: deque[StepDecision] = deque()
         self._decision: StepDecision | None = None
         self._running: StepDecision | None = None
@@ -163,7 +170,7 @@ class StepPlanner:
         computed = self._states.num_computed_tokens_np[slots]
         prefill = self._states.prefill_len.np[slots]
         # Drafts of a step that starts inside the prompt are placeholders of a migrated request.
-        eligible = np.where(computed < prefill, 0, drafts)
+        eligible = np.where(computed < prefill, 0, np.minimum(drafts, self._block_width[slots]))
         samples = computed + base >= prefill
         confidence, state = self._lagged.read(slots, self._relay.published)
         exec_mode = self._exec_mode(base)
@@ -179,7 +186,9 @@ class StepPlanner:
                 trim_mode=exec_mode,
                 full_mode=exec_mode,
                 # A batch whose lengths only the device knows is verified in one chunk of logits.
-                max_drafts=None if split is None else max(0, self._max_logits - count * self._bonus),
+                max_drafts=None
+                if split is None
+                else max(0, self._max_logits - count * self._bonus),
                 need_lens=split is None,
             )
         )
@@ -196,9 +205,35 @@ class StepPlanner:
             trims=self.mode.trims,
         )
         self._awaiting.append(self._decision)
+        self._size_next_block(confidence, state, self._decision, int(computed.sum()), exec_mode)
         return self._decision.num_tokens
 
-    def _admit(self, plan: VerifyPlan, slots: np.ndarray, eligible: np.ndarray) -> np.ndarray | None:
+    def _size_next_block(
+        self,
+        confidence: np.ndarray,
+        state: np.ndarray,
+        decision: StepDecision,
+        context_tokens: int,
+        mode: ExecMode,
+    ) -> None:
+        cost = self.core.cost
+        if self._widths is None or cost is None or not self._has_confidence:
+            return
+        trusted = state == RowDoubt.TRUSTED
+        survival = np.nan_to_num(confidence.T).cumprod(axis=0, dtype=np.float64)
+        survival = np.where(trusted, survival, self.core.state.prior.mean[:, None])
+        load = Load(
+            sampling=int(np.count_nonzero(decision.samples)),
+            requests=len(decision.req_ids),
+            base_tokens=int(decision.base_lens.sum()),
+            context_tokens=context_tokens,
+            mode=mode,
+        )
+        self.draft_width = self._widths.choose(survival, load, cost, self.core.ladders[mode])
+
+    def _admit(
+        self, plan: VerifyPlan, slots: np.ndarray, eligible: np.ndarray
+    ) -> np.ndarray | None:
         """Lengths of the plan, spent by the live block where the host can read it."""
         if self.mode is VerifyMode.STATIC or plan.budget is None:
             return eligible
@@ -283,7 +318,9 @@ class StepPlanner:
         lens = decision.host_lens
         if lens is None:
             assert self._split is not None
-            cu_num_logits = self._split.spend(decision, idx_mapping, self._bonus, self._query_start_loc)
+            cu_num_logits = self._split.spend(
+                decision, idx_mapping, self._bonus, self._query_start_loc
+            )
         else:
             cu_num_logits = async_tensor_h2d(self._logit_offsets(lens), device=idx_mapping.device)
         answer = (cu_num_logits, self._query_start_loc, decision.running_drafts)
@@ -326,7 +363,9 @@ class StepPlanner:
             confidence_probs[:count],
             none if num_sampled is None else num_sampled,
             none - 1 if verified is None else verified,
+            self.draft_width,
         )
+        self._block_width[input_batch.idx_mapping_np] = self.draft_width
         if self._split is not None:
             self._split.store(input_batch.idx_mapping, agreed)
 
@@ -335,17 +374,22 @@ class StepPlanner:
         if not self._live_host:
             for landed in self._relay.collect(LAG_STEPS):
                 self._settle(landed)
-                self._latest.update(landed)
-                self._lagged.update(landed)
+                self._latest.update(landed, self._typical_confidence)
             return
         # The copy is done when publish returns, so the newest step may be read for ranking; the
         # budget still waits one step.
         for landed in self._relay.collect(0):
             self._settle(landed)
-            self._latest.update(landed)
+            self._latest.update(landed, self._typical_confidence)
             if self._unread is not None:
-                self._lagged.update(self._unread)
+                self._lagged.update(self._unread, self._typical_confidence)
             self._unread = landed
+
+    @property
+    def _typical_confidence(self) -> np.ndarray:
+        """``[gamma]`` running mean of each slot's confidence."""
+        mean = self.core.state.prior.mean
+        return mean / np.concatenate(([1.0], np.maximum(mean[:-1], 1e-6)))
 
     def _settle(self, landed: Landed) -> None:
         """Match a step's outcome with its decision."""
@@ -361,6 +405,10 @@ class StepPlanner:
             self._observer(decision, np.maximum(landed.num_sampled - 1, 0))
 
     # ------------------------------------------------------------------ start-up
+
+    def set_draft_width(self, width: int) -> None:
+        """Draft ``width`` slots until the next plan says otherwise."""
+        self.draft_width = width
 
     def bind_profile(self, profile: StartupProfile | None) -> None:
         """Who measures step costs when the host asks which batches to time."""
@@ -389,17 +437,22 @@ class _SlotTable:
     def __init__(self, slots: int, gamma: int) -> None:
         self._confidence = np.zeros((slots, gamma), dtype=np.float32)
         self._step = np.full(slots, -1, dtype=np.int64)
+        self._width = np.full(slots, gamma, dtype=np.int64)
         self._owner_since = np.zeros(slots, dtype=np.int64)
 
     def reset(self, slot: int, step: int) -> None:
         self._owner_since[slot] = step
         self._step[slot] = -1
 
-    def update(self, landed: Landed) -> None:
+    def update(self, landed: Landed, typical: np.ndarray) -> None:
+        """Take in a step; ``typical`` ``[gamma]`` stands for slots that were not drafted."""
         # A step that ran before the slot changed hands says nothing of the new owner.
         mine = self._owner_since[landed.slots] <= landed.step
-        self._confidence[landed.slots[mine]] = landed.confidence[mine]
-        self._step[landed.slots[mine]] = landed.step
+        slots = landed.slots[mine]
+        self._confidence[slots] = landed.confidence[mine]
+        self._confidence[slots, landed.width :] = typical[landed.width :]
+        self._step[slots] = landed.step
+        self._width[slots] = landed.width
 
     def read(self, slots: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Confidences ``[n, gamma]`` and ``RowDoubt`` codes ``[n]`` for step ``step``."""
@@ -410,6 +463,7 @@ class _SlotTable:
         return self._confidence[slots], state
 
     def peek(self, slots: np.ndarray, step: int) -> np.ndarray:
-        """Confidences ``[n, gamma]`` of the block drafted in step ``step - 1``, else NaN."""
+        """Confidences ``[n, gamma]`` of the block drafted in step ``step - 1``, NaN elsewhere."""
         current = (self._step[slots] == step - 1)[:, None]
+        current = current & (np.arange(self._confidence.shape[1]) < self._width[slots, None])
         return np.where(current, self._confidence[slots], np.float32(np.nan))

@@ -10,15 +10,15 @@ timed forward, so a cost per logit row is timed on its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_dspark.core.cost_fit import StepSample, fit_cost_model
-from vllm_dspark.core.cost_model import CostModel
+from vllm_dspark.core.cost_model import CostModel, Curve
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.tiers import ExecMode
 
@@ -28,50 +28,108 @@ REPLAYS = 3
 CONTEXT_TOKENS = 1024
 """KV tokens behind every profiled request; enough for attention to cost what it costs in service."""
 _LOGIT_ROWS = (64, 1024)
+_VARLEN_QUERY_LENS = (2, 4)
+"""Mean lengths that a trimmed batch has; the varlen graphs are timed with these."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One dummy batch: equal requests, and the block drafted behind them."""
+
+    query_len: int
+    requests: int
+    draft_width: int
 
 
 class StartupProfile:
-    """Shapes to time, and the cost model that their times give."""
+    """Shapes to time, and the cost model that their times give.
 
-    def __init__(self, core: Planner, runner: Any) -> None:
+    Args:
+        core: whose ladders say what can run.
+        runner: the host's model runner, captured.
+        widths: block widths that may be drafted.
+        set_width: tells the proposer the width of the next block.
+    """
+
+    def __init__(
+        self,
+        core: Planner,
+        runner: Any,
+        widths: Sequence[int],
+        set_width: Callable[[int], None],
+    ) -> None:
         self._core = core
         self._runner = runner
+        self._widths = tuple(widths)
+        self._set_width = set_width
+        self._timed: list[_Shape] = []
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        """Arguments of the host's dummy runs; its decode width follows the family being timed."""
-        runner = self._runner
-        usual = runner.decode_query_len
+        """Arguments of the host's dummy runs; its decode width follows the shape being timed."""
+        runner, usual = self._runner, self._runner.decode_query_len
         try:
-            for width, ladder in sorted(self._core.width_ladders.items()):
-                runner.decode_query_len = width + 1
-                for tokens in ladder.tokens.tolist():
-                    for _ in range(REPLAYS):
-                        yield {
-                            "num_tokens": tokens,
-                            "uniform_decode": True,
-                            "context_len": min(CONTEXT_TOKENS, runner.max_model_len - width - 1),
-                        }
+            for shape in self._shapes():
+                runner.decode_query_len = shape.query_len
+                self._set_width(shape.draft_width)
+                for _ in range(REPLAYS):
+                    self._timed.append(shape)
+                    yield {
+                        "num_tokens": shape.query_len * shape.requests,
+                        "uniform_decode": True,
+                        "context_len": min(CONTEXT_TOKENS, runner.max_model_len - shape.query_len),
+                    }
         finally:
             runner.decode_query_len = usual
+            self._set_width(self._widths[-1])
+
+    def _shapes(self) -> Iterator[_Shape]:
+        most, widest = self._runner.max_num_reqs, self._widths[-1]
+        for width, ladder in sorted(self._core.width_ladders.items()):
+            for tokens in ladder.tokens.tolist():
+                # Draft times need every width once per request count; the others ride along.
+                drafts = self._widths if width == 0 else (widest,)
+                for draft_width in drafts:
+                    yield _Shape(width + 1, tokens // (width + 1), draft_width)
+        for tokens in self._core.ladders[ExecMode.FULL].tokens.tolist():
+            for query_len in _VARLEN_QUERY_LENS:
+                if tokens % query_len == 0 and tokens // query_len <= most:
+                    yield _Shape(query_len, tokens // query_len, self._widths[0])
 
     def fit(self, samples: list[Any]) -> CostModel | None:
         """Cost model from the host's timings, or None if there is nothing to fit."""
+        shapes, self._timed = self._timed, []
+        if not samples or len(samples) != len(shapes):
+            return None
         steps = [
             StepSample(
                 tokens=sample.num_target_tokens,
-                requests=sample.num_reqs,
+                requests=shape.requests,
                 verify_ms=sample.forward_ms,
-                draft_ms=sample.drafter_ms,
                 mode=ExecMode.FULL if sample.full_cudagraph else ExecMode.EAGER,
             )
-            for sample in samples
+            for shape, sample in zip(shapes, samples, strict=True)
         ]
-        if not steps:
-            return None
-        gamma = self._core.gamma
         # One cell per measured total: families share totals, and their request counts differ.
-        model = fit_cost_model(steps, {}, gamma)
-        return replace(model, logit_row_ms=self._logit_row_ms())
+        return replace(
+            fit_cost_model(steps, {}, self._widths[-1]),
+            draft_width=self._widths[-1],
+            draft_widths=self._draft_curves(shapes, samples),
+            logit_row_ms=self._logit_row_ms(),
+        )
+
+    def _draft_curves(self, shapes: list[_Shape], samples: list[Any]) -> dict[int, Curve]:
+        times: dict[int, dict[int, list[float]]] = {}
+        for shape, sample in zip(shapes, samples, strict=True):
+            if sample.full_cudagraph:
+                by_requests = times.setdefault(shape.draft_width, {})
+                by_requests.setdefault(shape.requests, []).append(sample.drafter_ms)
+        return {
+            width: Curve(
+                np.array(sorted(by_requests), dtype=np.int64),
+                np.array([float(np.median(by_requests[n])) for n in sorted(by_requests)]),
+            )
+            for width, by_requests in times.items()
+        }
 
     def _logit_row_ms(self) -> float:
         """Cost of one more row through LM head and greedy verification, from two sizes."""

@@ -34,12 +34,15 @@ class Landed:
     """``[num_reqs]`` int32, tokens committed by this step's verification."""
     verified: np.ndarray
     """``[num_reqs]`` int32, drafts verified in this step; -1 where the host decided."""
+    width: int
+    """Slots of the block that were drafted; confidences past it mean nothing."""
 
 
 @dataclass
 class _InFlight:
     step: int
     slots: np.ndarray
+    width: int
     device_copy: torch.Tensor
     host: torch.Tensor
     event: torch.cuda.Event
@@ -83,6 +86,7 @@ class BlockRelay:
         confidence: torch.Tensor,
         num_sampled: torch.Tensor,
         verified: torch.Tensor,
+        width: int,
     ) -> torch.Tensor:
         """Start copying one step.
 
@@ -91,7 +95,8 @@ class BlockRelay:
             confidence: ``[num_reqs, gamma]`` float32 on the device.
             num_sampled: ``[num_reqs]`` integers on the device.
             verified: ``[num_reqs]`` integers on the device.
-            All three may be rewritten right after.
+            width: slots of the block that were drafted.
+            The three tensors may be rewritten right after.
 
         Returns:
             The agreed confidences ``[num_reqs, gamma]`` float32, a reader copy.
@@ -112,7 +117,7 @@ class BlockRelay:
             host[: len(slots)].copy_(packed, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        self._in_flight.append(_InFlight(self.published, slots.copy(), packed, host, event))
+        self._in_flight.append(_InFlight(self.published, slots.copy(), width, packed, host, event))
         self.published += 1
         return packed[:, : self._gamma]
 
@@ -129,4 +134,5 @@ class BlockRelay:
                 rows[:, : self._gamma],
                 rows[:, self._gamma].astype(np.int32),
                 rows[:, self._gamma + 1].astype(np.int32),
+                entry.width,
             )

@@ -32,6 +32,8 @@ class Session:
     """Kept so that its identity cannot be reused while the session lives."""
     config: DSparkConfig
     resolved: Resolved | None = None
+    widths: tuple[int, ...] = ()
+    """Block widths that may be drafted, ascending."""
     device_obstacle: str = ""
     """Why the device cannot fix lengths, as far as the configuration tells."""
     writer: MetricsWriter | None = None
@@ -52,6 +54,11 @@ class Session:
         """The draft publishes a confidence for every drafted token; known once it is loaded."""
         proposer = self._proposer() if self._proposer is not None else None
         return proposer is not None and proposer.publish_confidence
+
+    def next_width(self) -> int:
+        """Width of the next block to draft."""
+        planner = self.planner
+        return planner.draft_width if planner is not None else self.widths[-1]
 
     def attach_planner(self, planner: StepPlanner | None) -> None:
         """Make ``planner`` the one that the other pieces ask."""

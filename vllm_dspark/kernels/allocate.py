@@ -25,7 +25,13 @@ _SEARCH_STEPS = 16
 
 @triton.jit
 def _ranking_keys(
-    confidence_ptr, slots, lens, rows_in, num_steps, BLOCK_REQS: tl.constexpr, BLOCK_STEPS: tl.constexpr
+    confidence_ptr,
+    slots,
+    lens,
+    rows_in,
+    num_steps,
+    BLOCK_REQS: tl.constexpr,
+    BLOCK_STEPS: tl.constexpr,
 ):
     """Integer keys ``[BLOCK_REQS, BLOCK_STEPS]``, higher is better; -1 marks a slot not drafted."""
     cols = tl.arange(0, BLOCK_STEPS)
@@ -166,9 +172,7 @@ def allocate(
     return admitted, cu_num_logits
 
 
-def allocate_reference(
-    confidence: np.ndarray, draft_lens: np.ndarray, budget: int
-) -> np.ndarray:
+def allocate_reference(confidence: np.ndarray, draft_lens: np.ndarray, budget: int) -> np.ndarray:
     """Admitted drafts ``[num_reqs]`` by the core's allocation, for confidences in batch order."""
     with np.errstate(invalid="ignore"):
         inside = (confidence >= 0.0) & (confidence <= 1.0)
