@@ -81,7 +81,9 @@ class DSparkConfig(BaseModel):
         None, description="Cost table (JSON) to use instead of the one profiled at start-up."
     )
     cost_correction: bool = Field(
-        True, description="Correct the cost table from the step times seen while serving."
+        True,
+        description="Correct the cost table from the step times seen while serving, or fit one from "
+        "them where nothing is profiled at start-up.",
     )
     calibration: str = Field(
         "online",

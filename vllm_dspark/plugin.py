@@ -38,7 +38,11 @@ def register() -> None:
 
 def _register() -> None:
     from vllm_dspark.config import ConfigError, Switches
+    from vllm_dspark.cpu import host
 
+    if host.interpreter_requested():
+        # Not ours to switch off: without these the host's own sampling fails in the interpreter.
+        on_import("triton.runtime.interpreter", _install_interpreter_fixes)
     try:
         if not Switches.from_env().enabled:
             return
@@ -47,10 +51,7 @@ def _register() -> None:
         logger.error("vllm-dspark stays off: %s", error)
         return
     from vllm_dspark import compat
-    from vllm_dspark.cpu import host
 
-    if host.interpreter_requested():
-        on_import("triton.runtime.interpreter", _install_interpreter_fixes)
     on_import("vllm.engine.arg_utils", _wrap_engine_args)
     on_import("vllm.model_executor.models.registry", _register_models)
     on_import(compat.RUNNER, _install_engine)

@@ -61,6 +61,9 @@ def cost_to_dict(model: CostModel, fingerprint: Fingerprint) -> dict[str, Any]:
         "verify": {mode.value: _curve_to_dict(curve) for mode, curve in model.verify.items()},
         "draft": None if model.draft is None else _curve_to_dict(model.draft),
         "draft_width": model.draft_width,
+        "draft_widths": {
+            str(width): _curve_to_dict(curve) for width, curve in model.draft_widths.items()
+        },
         "requests": None if model.requests is None else _curve_to_dict(model.requests),
         **{name: getattr(model, name) for name in _TERMS},
     }
@@ -91,6 +94,10 @@ def cost_from_dict(data: Mapping[str, Any], expected: Fingerprint | None = None)
         verify={ExecMode(name): _curve(curve, f"verify.{name}") for name, curve in verify.items()},
         draft=_optional_curve(data.get("draft"), "draft"),
         draft_width=int(number(data.get("draft_width", 0), "draft_width")),
+        draft_widths={
+            int(width): _curve(curve, f"draft_widths.{width}")
+            for width, curve in _object(data.get("draft_widths", {}), "draft_widths").items()
+        },
         requests=_optional_curve(data.get("requests"), "requests"),
         **{name: number(data.get(name, 0.0), name) for name in _TERMS},
     )

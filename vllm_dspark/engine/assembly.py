@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from vllm_dspark.config import DSparkConfig
+from vllm_dspark.config import ConfigError, DSparkConfig
+from vllm_dspark.core.calibration import DraftMethod, regime_of
+from vllm_dspark.core.calibration_io import load_calibration
 from vllm_dspark.core.draft_width import WidthChoice
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.policy import PolicyConfig, SearchMode
+from vllm_dspark.engine.accounting import start_accounting
+from vllm_dspark.engine.cost_learning import CostLearning
 from vllm_dspark.engine.graphs import VerifyGraphManager
+from vllm_dspark.engine.learning import OnlineLearning
 from vllm_dspark.engine.modes import VerifyMode
-from vllm_dspark.engine.planner import OrderRequests, StepDecision, StepPlanner
+from vllm_dspark.engine.planner import Observer, OrderRequests, RegimesOf, StepPlanner
 from vllm_dspark.engine.session import Session
 from vllm_dspark.metrics import MetricsWriter
 
@@ -45,6 +49,22 @@ def build_planner(
             states.num_speculative_steps,
             enabled=session.config.metrics,
         )
+    observers: list[Observer] = [
+        start_accounting(
+            session.config, host["vllm_config"], session.mode, session.writer, core.gamma
+        )
+    ]
+    calibration = session.config.calibration
+    if calibration == "online":
+        observers.append(OnlineLearning(core))
+    elif calibration != "off":
+        core.adopt(calibration=_load(load_calibration, "calibration", calibration, core.gamma))
+
+    def share(value: Any) -> Any:
+        return get_tp_group().broadcast_object(value, src=0)
+
+    if session.config.cost_correction:
+        observers.append(CostLearning(core, share))
     return StepPlanner(
         core,
         session.mode,
@@ -54,10 +74,11 @@ def build_planner(
         host["max_total_logits"],
         order,
         answers_admitted,
-        observer=Accounting(session.writer, session.mode),
+        observers=observers,
+        regimes_of=regimes_of(session, host["vllm_config"]),
         has_confidence=session.has_confidence,
         widths=WidthChoice(session.widths),
-        share=lambda value: get_tp_group().broadcast_object(value, src=0),
+        share=share,
     )
 
 
@@ -69,47 +90,35 @@ def policy_of(config: DSparkConfig, mode: VerifyMode) -> PolicyConfig:
         floor=config.budget_floor,
         cap=config.budget_cap,
         min_gain=config.min_gain,
-        hysteresis=min(config.hysteresis, config.min_gain),
+        hysteresis=config.hysteresis,
         step_bound_ms=config.latency_bound_ms,
     )
+
+
+def regimes_of(session: Session, vllm_config: Any) -> RegimesOf | None:
+    """Reads each request's sampling regime from the host's sampler, None if there is none."""
+    temperatures = session.temperatures
+    if temperatures is None:
+        return None
+    method = DraftMethod(vllm_config.speculative_config.draft_sample_method)
+    return lambda slots: regime_of(method, temperatures()[slots])
+
+
+def _load(load: Callable[..., Any], option: str, path: str, *args: Any) -> Any:
+    """Read a file that an option names.
+
+    Raises:
+        ConfigError: the file is missing, damaged or made for something else.
+    """
+    try:
+        return load(path, *args)
+    except OSError as error:
+        raise ConfigError(f"dspark.{option} = {path!r}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"dspark.{option} = {path!r}: {error}") from None
 
 
 def adopt_ladders(planner: StepPlanner, graphs: VerifyGraphManager) -> None:
     """Give the policy the tiers that this host will capture."""
     planner.core.ladders.update(graphs.ladders())
     planner.core.width_ladders = graphs.width_ladders()
-
-
-class Accounting:
-    """Turns decisions and their outcomes into metrics."""
-
-    def __init__(self, writer: MetricsWriter, mode: VerifyMode) -> None:
-        self._writer = writer
-        self._mode = mode
-
-    def __call__(self, decision: StepDecision, accepted: np.ndarray) -> None:
-        plan, writer = decision.plan, self._writer
-        graph = decision.graph_tokens or 0
-        writer.observe_plan(
-            mode=self._label(plan.uniform_k is not None),
-            reason=str(plan.reason),
-            scheduled_tokens=int(decision.eligible.sum()),
-            budget_tokens=-1 if plan.budget is None else plan.budget,
-            tier_tokens=graph,
-            padded_tokens=max(graph - decision.num_tokens, 0),
-        )
-        for doubt, rows in plan.doubts.items():
-            writer.observe_doubt(doubt.name.lower(), rows)
-        sampled = decision.samples
-        assert decision.admitted is not None and decision.predicted is not None, "settled"
-        writer.observe_accept(
-            decision.eligible[sampled],
-            decision.admitted[sampled],
-            accepted[sampled],
-            np.cumprod(decision.predicted[sampled], axis=1),
-        )
-
-    def _label(self, uniform: bool) -> str:
-        if not self._mode.trims:
-            return str(self._mode)
-        return "uniform" if uniform else "compact"

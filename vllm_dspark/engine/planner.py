@@ -13,8 +13,9 @@ the device is the CPU; elsewhere a host split uses the same lagged values as the
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +61,24 @@ class StepDecision:
     plan: VerifyPlan
     trims: bool
     """Only admitted drafts run."""
+    regimes: np.ndarray | int
+    """``[num_reqs]`` sampling regime of each request, or one for all."""
+    context_tokens: int
+    """KV tokens read by the batch."""
+    exec_mode: ExecMode
+    """How the target forward is expected to run."""
+    draft_width: int
+    """Slots of the block that is drafted at the end of this step."""
+    time_s: float
+    """Wall clock when it was decided."""
     predicted: np.ndarray | None = None
     """``[num_reqs, gamma]`` confidences of the block under verification, NaN where unknown."""
     graph_tokens: int | None = None
     """Token count of the graph that was replayed; None if the step ran without one."""
+    graph_miss: str = ""
+    """Why a step that should have replayed a full graph did not."""
+    measured_ms: float | None = None
+    """Time from this decision to that of the next step; None if there was a pause."""
 
     @property
     def running_drafts(self) -> int:
@@ -93,7 +108,8 @@ class StepPlanner:
         max_total_logits: logit rows that are verified in one chunk.
         order: the runner's batch order.
         answers_admitted: the runner expects admitted counts in ``reallocate_drafts``.
-        observer: receives every decision once its outcome is known.
+        observers: receive every decision once its outcome is known.
+        regimes_of: sampling regimes of request slots; None if there is only one.
         has_confidence: the draft publishes confidences; without them everything is verified.
         broadcast: makes the published results of all ranks equal, see ``BlockRelay``.
         share: rank 0's object on every rank; start-up only.
@@ -110,7 +126,8 @@ class StepPlanner:
         max_total_logits: int,
         order: OrderRequests,
         answers_admitted: bool,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
+        regimes_of: RegimesOf | None = None,
         has_confidence: bool = True,
         broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
         share: Callable[[Any], Any] = lambda value: value,
@@ -124,7 +141,9 @@ class StepPlanner:
         self._max_logits = max_total_logits
         self._order = order
         self._answers_admitted = answers_admitted
-        self._observer = observer
+        self._observers = tuple(observers)
+        self._regimes_of = regimes_of
+        self._clock = StepClock()
         self._has_confidence = has_confidence
         self._share = share
         self._profile: StartupProfile | None = None
@@ -160,6 +179,7 @@ class StepPlanner:
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
         """Decide the step; returns the tokens that will run."""
+        self._clock.tick(self._awaiting, self._relay.published)
         self._read_results()
         req_ids = self._order(num_tokens_per_req, draft_tokens, self._gamma + self._bonus)
         count = len(req_ids)
@@ -175,6 +195,7 @@ class StepPlanner:
         confidence, state = self._lagged.read(slots, self._relay.published)
         exec_mode = self._exec_mode(base)
         split = self._split
+        regimes = 0 if self._regimes_of is None else self._regimes_of(slots)
         plan = self.core.plan(
             StepInput(
                 samples=samples,
@@ -183,6 +204,7 @@ class StepPlanner:
                 confidence=confidence if self._has_confidence else None,
                 row_state=state,
                 context_tokens=int(computed.sum()),
+                regimes=regimes,
                 trim_mode=exec_mode,
                 full_mode=exec_mode,
                 # A batch whose lengths only the device knows is verified in one chunk of logits.
@@ -199,13 +221,18 @@ class StepPlanner:
             base_lens=base,
             draft_lens=drafts,
             eligible=eligible,
-            admitted=self._admit(plan, slots, eligible),
+            admitted=self._admit(plan, slots, eligible, regimes),
             samples=samples,
             plan=plan,
             trims=self.mode.trims,
+            regimes=regimes,
+            context_tokens=int(computed.sum()),
+            exec_mode=exec_mode,
+            draft_width=self.draft_width,
+            time_s=time.time(),
         )
         self._awaiting.append(self._decision)
-        self._size_next_block(confidence, state, self._decision, int(computed.sum()), exec_mode)
+        self._size_next_block(confidence, state, self._decision)
         return self._decision.num_tokens
 
     def _size_next_block(
@@ -213,8 +240,6 @@ class StepPlanner:
         confidence: np.ndarray,
         state: np.ndarray,
         decision: StepDecision,
-        context_tokens: int,
-        mode: ExecMode,
     ) -> None:
         cost = self.core.cost
         if self._widths is None or cost is None or not self._has_confidence:
@@ -226,13 +251,15 @@ class StepPlanner:
             sampling=int(np.count_nonzero(decision.samples)),
             requests=len(decision.req_ids),
             base_tokens=int(decision.base_lens.sum()),
-            context_tokens=context_tokens,
-            mode=mode,
+            context_tokens=decision.context_tokens,
+            mode=decision.exec_mode,
         )
-        self.draft_width = self._widths.choose(survival, load, cost, self.core.ladders[mode])
+        ladder = self.core.ladders[decision.exec_mode]
+        self.draft_width = self._widths.choose(survival, load, cost, ladder)
+        decision.draft_width = self.draft_width
 
     def _admit(
-        self, plan: VerifyPlan, slots: np.ndarray, eligible: np.ndarray
+        self, plan: VerifyPlan, slots: np.ndarray, eligible: np.ndarray, regimes: np.ndarray | int
     ) -> np.ndarray | None:
         """Lengths of the plan, spent by the live block where the host can read it."""
         if self.mode is VerifyMode.STATIC or plan.budget is None:
@@ -246,7 +273,7 @@ class StepPlanner:
             return plan.admitted
         confidence, state = self._latest.read(slots, self._relay.published)
         doubtful = state != RowDoubt.TRUSTED
-        survival = self.core.calibration.apply(confidence.T.copy(), 0).cumprod(axis=0).T
+        survival = self.core.calibration.apply(confidence.T.copy(), regimes).cumprod(axis=0).T
         return allocate(survival, eligible, plan.verified_drafts, doubtful)
 
     def _exec_mode(self, base: np.ndarray) -> ExecMode:
@@ -279,8 +306,13 @@ class StepPlanner:
 
     def dispatched(self, graph: Any) -> None:
         """The graph manager's choice for the decided step."""
-        if self._decision is not None and graph.cg_mode.value:
-            self._decision.graph_tokens = graph.num_tokens
+        decision = self._decision
+        if decision is None:
+            return
+        if graph.cg_mode.value:
+            decision.graph_tokens = graph.num_tokens
+        if decision.exec_mode is ExecMode.FULL and graph.cg_mode.name != "FULL":
+            decision.graph_miss = "beyond_captured_sizes"
 
     def compact_batch(
         self,
@@ -401,8 +433,9 @@ class StepPlanner:
         if decision.admitted is None:
             decision.admitted = landed.verified
         decision.predicted = self._latest.peek(decision.slots, decision.step)
-        if self._observer is not None:
-            self._observer(decision, np.maximum(landed.num_sampled - 1, 0))
+        accepted = np.maximum(landed.num_sampled - 1, 0)
+        for observer in self._observers:
+            observer(decision, accepted)
 
     # ------------------------------------------------------------------ start-up
 
@@ -429,6 +462,27 @@ class StepPlanner:
 
 Observer = Callable[[StepDecision, np.ndarray], None]
 """Called with a decision and the accepted drafts ``[num_reqs]`` of its step."""
+
+RegimesOf = Callable[[np.ndarray], "np.ndarray | int"]
+"""Sampling regimes ``[num_reqs]`` of request slots ``[num_reqs]``."""
+
+
+class StepClock:
+    """Time from one decision to the next, which is the step time of a busy engine."""
+
+    PAUSE_MS = 1000.0
+    """A longer gap is an idle engine, not a step."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def tick(self, awaiting: Sequence[StepDecision], step: int) -> None:
+        """Step ``step`` is about to be decided; so long did the one before it take."""
+        now = time.perf_counter()
+        if awaiting and awaiting[-1].step == step - 1:
+            elapsed_ms = (now - self._last) * 1e3
+            awaiting[-1].measured_ms = elapsed_ms if elapsed_ms < self.PAUSE_MS else None
+        self._last = now
 
 
 class _SlotTable:

@@ -10,6 +10,7 @@ refers to them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ class Session:
     """Kept so that its identity cannot be reused while the session lives."""
     config: DSparkConfig
     resolved: Resolved | None = None
+    temperatures: Callable[[], Any] | None = None
+    """Sampling temperatures ``[max_num_reqs]`` by request slot, on the host."""
     widths: tuple[int, ...] = ()
     """Block widths that may be drafted, ascending."""
     device_obstacle: str = ""

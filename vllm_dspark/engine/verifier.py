@@ -28,6 +28,8 @@ class Verifier(RejectionSampler):
         session = find_session(spec_config)
         assert session is not None, "bound only for runners that have a session"
         self._session = session
+        states = sampler.sampling_states
+        session.temperatures = lambda: states.temperature.np
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().__call__(logits, input_batch, *args, **kwargs)

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Sets up .venv if needed, then lint, types, spelling and the tests that need no GPU.
+#
+# Every step runs even if an earlier one failed; the exit code is non-zero if any did. Arguments go to
+# pytest (for example: scripts/test.sh tests/unit -k config).
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+bash "$root/scripts/setup_env.sh"
+bin="$(realpath -m "${VLLM_DSPARK_VENV:-$root/.venv}")/bin"
+cd "$root"
+failed=()
+
+step() {
+  echo "== $*"
+  "$bin/$1" "${@:2}" || failed+=("$1 ${2:-}")
+}
+
+step ruff check .
+step ruff format --check .
+step mypy
+step typos
+step pytest --durations=10 "$@"
+
+if ((${#failed[@]})); then
+  printf 'failed: %s\n' "${failed[@]}" >&2
+  exit 1
+fi

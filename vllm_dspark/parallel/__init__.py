@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decision per tensor-parallel group, and the proof that there was one.
+
+`block_rows`    what a step publishes, packed into one tensor
+`tp_sync`       rank 0's values on every rank, by the protocol that the operator chose
+`peer_exchange` fixed-size messages between all ranks, every wait bounded
+`consensus`     compares what the ranks did, off the critical path; stops a group that disagrees
+`decision_log`  debug logs of lengths, survivals and graph keys
+
+Nothing here imports vLLM: a group is whatever has `rank_in_group`, `world_size`, `ranks`,
+`device_group` and `cpu_group`.
+"""
