@@ -22,7 +22,7 @@ def table() -> str:
     """Markdown table of every option: default, allowed values, meaning."""
     lines = ["| option | default | allowed | meaning |", "|---|---|---|---|"]
     for name, field in config.DSparkConfig.model_fields.items():
-        cells = f"`{name}`", f"`{json.dumps(field.default)}`", config._allowed(name)
+        cells = f"`{name}`", f"`{json.dumps(field.default)}`", config.allowed_values(name)
         lines.append(f"| {' | '.join(cells)} | {field.description} |")
     return "\n".join([*lines, ""])
 

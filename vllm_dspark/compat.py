@@ -5,8 +5,8 @@ The table is the contract with the host: module, attribute, the parameters we pa
 need it, where upstream discusses it, and when our use of it can go. ``probe`` resolves all of it.
 Features are probed, never versions; versions appear in messages only.
 
-``effect`` says how far our hand reaches: *wrapped* symbols are replaced by a callable that calls the
-original, *extended* classes are subclassed, *called* ones are only used.
+``effect`` says how far our hand reaches: *wrapped* symbols are replaced by a callable that calls
+the original, *extended* classes are subclassed, *called* ones are only used.
 """
 
 from __future__ import annotations
@@ -151,6 +151,52 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         "Drafting stays native; heads, checks and confidences are added.",
         _PULLS + "39487",
         _NO_SPECULATOR_API,
+    ),
+    HostSymbol(
+        f"{_SPEC}.dspark.speculator",
+        "DSparkSpeculator.propose",
+        ("self", "input_batch"),
+        "extended",
+        "A block may be narrower than gamma, and has draft graphs of its own then.",
+        _ISSUES + "50012",
+        "the native speculator drafts blocks of a width given per step",
+    ),
+    HostSymbol(
+        f"{_SPEC}.dspark.speculator",
+        "DSparkSpeculator._sample_logits",
+        ("self", "logits", "idx_map", "sample_pos", "step"),
+        "called",
+        "Gated, rnn and absent Markov heads sample by the host's own rule.",
+        _ISSUES + "47584",
+        "vLLM's draft models implement the other Markov heads",
+    ),
+    HostSymbol(
+        "vllm.model_executor.models.qwen3_dspark",
+        "Qwen3DSparkForCausalLM",
+        ("vllm_config", "prefix"),
+        "extended",
+        "Markov heads other than vanilla, and checkpoint checks, on the host's draft model.",
+        _ISSUES + "49614",
+        "vLLM's draft model covers the heads and refuses broken checkpoints",
+    ),
+    HostSymbol(
+        "vllm.model_executor.models.registry",
+        "ModelRegistry.register_model",
+        ("model_arch", "model_cls"),
+        "called",
+        "The host's own extension point for models.",
+        _PULLS + "39487",
+        "never; a public interface of the host",
+    ),
+    HostSymbol(
+        "vllm.model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model._normalize_context_k",
+        ("self",),
+        "wrapped",
+        "On CPUs only: the fused norm kernel ignores per-layer weights, so every draft layer after"
+        " the first gets the first one's key norm. Other hosts keep the original.",
+        _ISSUES + "51303",
+        "the CPU rms_norm kernel honours two-dimensional weights",
     ),
     HostSymbol(
         f"{_SPEC}.adaptive_verification",

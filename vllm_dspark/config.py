@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the plugin: one typed, strict object.
 
-Source order, later wins: defaults, the YAML or JSON file named by ``config_file``, the keys given in
-``--additional-config '{"dspark": {...}}'``. The environment carries process switches only (``Switches``).
+Source order, later wins: defaults, the YAML or JSON file named by ``config_file``, the keys given
+in ``--additional-config '{"dspark": {...}}'``. The environment carries process switches only
+(``Switches``).
 
 Every mistake is a ``ConfigError`` that names the option, the value and what would be valid. Nothing
-is guessed: an unknown key is an error, ``"true"`` is not a boolean, and ``1`` (tokens) is not ``1.0``
-(a fraction of the drafts).
+is guessed: an unknown key is an error, ``"true"`` is not a boolean, and ``1`` (tokens) is not
+``1.0`` (a fraction of the drafts).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Fraction = Annotated[StrictFloat, Field(ge=0.0, le=1.0)]
 class DSparkConfig(BaseModel):
     """Effective options of one server.
 
-    A budget bound (``budget_floor``, ``budget_cap``, ``budget_pin``) is a number of draft tokens per
-    step when it is an integer and a fraction of the scheduled drafts when it is a float.
+    A budget bound (``budget_floor``, ``budget_cap``, ``budget_pin``) is a number of draft tokens
+    per step when it is an integer and a fraction of the scheduled drafts when it is a float.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -48,13 +49,13 @@ class DSparkConfig(BaseModel):
     verify: Literal["auto", "static", "cap-accept", "compact"] = Field(
         "auto",
         description="static verifies every draft, cap-accept verifies every draft and commits only "
-        "the planned ones, compact runs only the planned ones, auto takes compact where it can run.",
+        "the planned ones, compact runs only the planned ones, auto takes compact if it can run.",
     )
     lens: Literal["auto", "host", "uniform", "device"] = Field(
         "auto",
-        description="Who fixes verify_lens in compact mode: the host from lagged confidences (exact "
-        "lengths everywhere), the host with one length for all requests, or the device from "
-        "the live block.",
+        description="Who fixes verify_lens in compact mode: the host from lagged confidences "
+        "(exact lengths everywhere), the host with one length for all requests, or the device "
+        "from the live block.",
     )
     budget_floor: Tokens | Fraction = Field(
         0, description="Fewest drafts to verify per step (tokens, or a fraction of the drafts)."
@@ -82,18 +83,18 @@ class DSparkConfig(BaseModel):
     )
     cost_correction: bool = Field(
         True,
-        description="Correct the cost table from the step times seen while serving, or fit one from "
-        "them where nothing is profiled at start-up.",
+        description="Correct the cost table from the step times seen while serving, or fit one "
+        "from them where nothing is profiled at start-up.",
     )
     calibration: str = Field(
         "online",
-        description="'online' fits confidences while serving, 'off' uses them raw, anything else is "
-        "the path of a calibration file.",
+        description="'online' fits confidences while serving, 'off' uses them raw, anything else "
+        "is the path of a calibration file.",
     )
     tp_sync: Literal["inputs", "outputs", "audit", "off"] = Field(
         "inputs",
-        description="How a tensor-parallel group agrees: rank 0's confidences are broadcast, its plan "
-        "is broadcast, differences are only counted, or nothing is done.",
+        description="How a tensor-parallel group agrees: rank 0's confidences are broadcast, its "
+        "plan is broadcast, differences are only counted, or nothing is done.",
     )
     consensus_interval: Annotated[int, Field(ge=0)] = Field(
         0, description="Compare the plans of all ranks every this many steps; 0 never."
@@ -203,12 +204,12 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
             )
         else:
             lines[option] = (
-                f"{NAMESPACE}.{option} = {given.get(option)!r}: allowed: {_allowed(option)}"
+                f"{NAMESPACE}.{option} = {given.get(option)!r}: allowed: {allowed_values(option)}"
             )
     return "\n".join(lines.values())
 
 
-def _allowed(option: str) -> str:
+def allowed_values(option: str) -> str:
     """Valid values of an option in words, derived from its JSON schema."""
     schema = DSparkConfig.model_json_schema()["properties"][option]
     return " or ".join(_describe(part) for part in schema.get("anyOf", [schema]))

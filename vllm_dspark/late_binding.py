@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Act on a module when it is first imported, or at once if it already is.
 
-``register()`` runs in every process of a server, most of which never import the model runner. Waiting
-for the import keeps those processes untouched and start-up free of imports that nobody asked for.
+``register()`` runs in every process of a server, most of which never import the model runner.
+Waiting for the import keeps those processes untouched and start-up free of imports that nobody
+asked for.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Entry point of the plugin (group ``vllm.general_plugins``).
 
 ``register()`` is called once or more in every process of a server. It is cheap (no torch, no vLLM
-import), idempotent and never raises: it only leaves notes for the moment the host imports the modules
-that hold our hooks. Without ``method="dspark"`` the hooks pass everything through, and
+import), idempotent and never raises: it only leaves notes for the moment the host imports the
+modules that hold our hooks. Without ``method="dspark"`` the hooks pass everything through, and
 ``VLLM_DSPARK_ENABLED=0`` leaves not even those.
 """
 

@@ -2,9 +2,9 @@
 """How wide a block to draft next.
 
 A block of w slots costs draft time for all of them, whether or not they are verified. The steady
-state of each width is priced like a step: the best rate over all budgets when only the first w slots
-of every request can be admitted, drafting included. The choice looks at blocks older than the one
-it sizes and sizes the block before any token of it is drawn, so it anticipates nothing.
+state of each width is priced like a step: the best rate over all budgets when only the first w
+slots of every request can be admitted, drafting included. The choice looks at blocks older than the
+one it sizes and sizes the block before any token of it is drawn, so it anticipates nothing.
 """
 
 from collections.abc import Sequence

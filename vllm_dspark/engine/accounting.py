@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns decisions and their outcomes into metrics and step records.
 
-Counts are taken once per step, when both the decision and what it committed are known. Requests that
-commit nothing in a step (a prefill that goes on) are not counted.
+Counts are taken once per step, when both the decision and what it committed are known. Requests
+that commit nothing in a step (a prefill that goes on) are not counted.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ stays in place.
 from __future__ import annotations
 
 import functools
-import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +35,24 @@ def mend_context_key_norm(backbone: Any) -> bool:
     on_cpu = backbone.hidden_norm.weight.device.type == "cpu"
     if not on_cpu or cpu_norm_honours_rows():
         return False
-    backbone._normalize_context_k = types.MethodType(_normalize_each_layer, backbone)
+    original = backbone._normalize_context_k
+    backbone._normalize_context_k = functools.partial(_normalize_each_layer, backbone, original)
     return True
 
 
-def _normalize_each_layer(backbone: Any, all_k: torch.Tensor) -> torch.Tensor:
-    """`[layers, num_context, kv_heads, head_dim]`, contiguous; returns the same shape, normed."""
-    normed = torch.empty_like(all_k)
-    for layer, weight in enumerate(backbone._k_norm_weights):
-        ops.rms_norm(normed[layer], all_k[layer], weight, backbone._rms_norm_eps)
-    return normed
+def _normalize_each_layer(
+    backbone: Any, original: Callable[[torch.Tensor], torch.Tensor], all_k: torch.Tensor
+) -> torch.Tensor:
+    """`[layers, num_context, kv_heads, head_dim]`; returns the same shape, normed.
+
+    The original is right for a single layer, so it is called once for each.
+    """
+    weights = backbone._k_norm_weights
+    normed = []
+    try:
+        for layer in range(len(weights)):
+            backbone._k_norm_weights = weights[layer : layer + 1]
+            normed.append(original(all_k[layer : layer + 1]))
+    finally:
+        backbone._k_norm_weights = weights
+    return torch.cat(normed)

@@ -82,8 +82,9 @@ class CostLearning:
 def fit_line(samples: np.ndarray) -> CostModel | None:
     """Step time as a line over tokens, ``samples`` ``[n, 2]`` of tokens and milliseconds.
 
-    A step without graphs pads nothing, and a few dozen noisy steps carry no more than a line. Drafting
-    is part of the intercept: it is the same for every budget. None if all steps were of one size.
+    A step without graphs pads nothing, and a few dozen noisy steps carry no more than a line.
+    Drafting is part of the intercept: it is the same for every budget. None if all steps were of
+    one size.
     """
     tokens, ms = samples[:, 0], samples[:, 1]
     usual = ms <= 3.0 * np.median(ms)
@@ -99,8 +100,8 @@ def fit_line(samples: np.ndarray) -> CostModel | None:
 def spread(corrections: Corrections, model: CostModel) -> Corrections:
     """Corrections for every measured size of ``model``.
 
-    A size that no step has run at gets the median of its mode. Left alone it would look cheap beside
-    those that are known to cost more than profiled, and be chosen for that.
+    A size that no step has run at gets the median of its mode. Left alone it would look cheap
+    beside those that are known to cost more than profiled, and be chosen for that.
     """
     everywhere = dict(corrections)
     for mode, curve in model.verify.items():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting blocks of several widths with one speculator.
 
-A block of w slots costs w/gamma of the draft's backbone, LM head and Markov loop, so a step that will
-verify few drafts should not pay for gamma of them. Everything the host's speculator derives from its
-number of drafts is swapped for the duration of a call; each width has draft graphs of its own, laid
-out over the request counts that the host's capture sizes name, up to the largest batch.
+A block of w slots costs w/gamma of the draft's backbone, LM head and Markov loop, so a step that
+will verify few drafts should not pay for gamma of them. Everything the host's speculator derives
+from its number of drafts is swapped for the duration of a call; each width has draft graphs of its
+own, laid out over the request counts that the host's capture sizes name, up to the largest batch.
 """
 
 from __future__ import annotations

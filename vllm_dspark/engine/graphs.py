@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which decode graphs are captured, and which one a plan replays.
 
-The host captures either uniform decode graphs of one query length (gamma + 1), or varlen graphs that
-take any lengths up to it. Further families of uniform graphs are laid out from the same capture
+The host captures either uniform decode graphs of one query length (gamma + 1), or varlen graphs
+that take any lengths up to it. Further families of uniform graphs are laid out from the same
+capture
 sizes: one per query length where the host fixes lengths, the two ends (no draft, every draft) where
 the device does. A planned step is dispatched to the family of its query length, and a full budget
 replays exactly the graph that fixed-gamma decoding replays.

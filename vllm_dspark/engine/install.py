@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Binds our pieces to the names that the model runner looks up.
 
-All of them are bound in the runner's own module, where the runner binds its collaborators by name. Every
-wrapper calls the original. A runner that does not serve DSpark gets the original and nothing else.
+All of them are bound in the runner's own module, where the runner binds its collaborators by name.
+Every wrapper calls the original. A runner that does not serve DSpark gets the original and nothing
+else.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
     if config.draft_width != "auto":
         if config.draft_width > gamma:
             raise ConfigError(
-                f"dspark.draft_width = {config.draft_width}: allowed: 'auto' or an integer from 1 to "
-                f"num_speculative_tokens = {gamma}"
+                f"dspark.draft_width = {config.draft_width}: allowed: 'auto' or an integer from 1 "
+                f"to num_speculative_tokens = {gamma}"
             )
         return (config.draft_width,)
     # Data-parallel ranks pad their drafts to each other, so they all draft gamma slots.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which verify mode a server runs.
 
-A mode that the operator names either runs or is refused with the reason; ``auto`` takes the best one
-that can run. Pure data in, pure data out: this module imports no vLLM.
+A mode that the operator names either runs or is refused with the reason; ``auto`` takes the best
+one that can run. Pure data in, pure data out: this module imports no vLLM.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ Per step the runner asks, in this order: ``get_num_tokens`` (how many tokens wil
 falls here), ``dispatch`` on the graph manager (which graph), ``compact_batch`` (host lengths),
 ``reallocate_drafts`` (device offsets), and after drafting ``record_confidences``.
 
-Age of what is read (paper section 5.2): a block drafted in step t is verified in step t+1. The budget of
-step t+1 comes from blocks drafted in step t-1 or before, so it never depends on the live block. Who
-gets the budget may depend on the live block: the device spends it there, and so does the host where
-the device is the CPU; elsewhere a host split uses the same lagged values as the budget.
+Age of what is read (paper section 5.2): a block drafted in step t is verified in step t+1. The
+budget of step t+1 comes from blocks drafted in step t-1 or before, so it never depends on the live
+block. Who gets the budget may depend on the live block: the device spends it there, and so does the
+host where the device is the CPU; elsewhere a host split uses the same lagged values as the budget.
 """
 
 from __future__ import annotations

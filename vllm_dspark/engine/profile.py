@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures at start-up what the planner may choose between.
 
-The host times dummy steps while it captures graphs and hands the times back. We pick the shapes: every
-captured uniform graph as the decode batch it serves (R requests of k+1 tokens each, with context),
-because those are the steps that plans choose between. LM head and rejection sampling run outside the
-timed forward, so a cost per logit row is timed on its own.
+The host times dummy steps while it captures graphs and hands the times back. We pick the shapes:
+every captured uniform graph as the decode batch it serves (R requests of k+1 tokens each, with
+context), because those are the steps that plans choose between. LM head and rejection sampling run
+outside the timed forward, so a cost per logit row is timed on its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ logger = logging.getLogger("vllm.dspark")
 
 REPLAYS = 3
 CONTEXT_TOKENS = 1024
-"""KV tokens behind every profiled request; enough for attention to cost what it costs in service."""
+"""KV tokens behind every profiled request; enough for attention to cost what it costs in service.
+"""
 _LOGIT_ROWS = (64, 1024)
 _VARLEN_QUERY_LENS = (2, 4)
 """Mean lengths that a trimmed batch has; the varlen graphs are timed with these."""

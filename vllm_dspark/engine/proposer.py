@@ -77,7 +77,8 @@ class DSparkProposer(DSparkSpeculator):
                 super().init_cudagraph_manager(cudagraph_mode)
 
     def capture(self) -> None:
-        for width in self.families.widths:
+        # Widest first: graphs share a pool, and smaller ones fit into what larger ones freed.
+        for width in reversed(self.families.widths):
             with self.families.at(width):
                 super().capture()
 

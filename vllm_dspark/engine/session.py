@@ -3,8 +3,8 @@
 
 The host builds speculator, verification manager, graph manager and rejection sampler one after the
 other and hands each of them its speculative config, never the runner. That config identifies the
-runner's session. A session owns no device memory: the host's objects own our pieces, the session only
-refers to them.
+runner's session. A session owns no device memory: the host's objects own our pieces, the session
+only refers to them.
 """
 
 from __future__ import annotations

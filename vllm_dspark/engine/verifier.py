@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rejection sampler's results on their way to the host and to the planner.
 
-Cap-accept mode verifies every draft and commits only the planned window. That is exact: whatever the
-rejection rule, the token it emits at a slot is distributed as the target's own, given that the slots
-before it were accepted (paper section 3.5). Cutting the output after the window keeps that token as the
-bonus token of a step whose drafts ended there.
+Cap-accept mode verifies every draft and commits only the planned window. That is exact: whatever
+the rejection rule, the token it emits at a slot is distributed as the target's own, given that the
+slots before it were accepted (paper section 3.5). Cutting the output after the window keeps that
+token as the bonus token of a step whose drafts ended there.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 """Spend a verify budget on the live block: one launch from confidences to batch offsets.
 
 Order and result are those of ``core.allocation``: survival descending, position ascending, request
-ascending, compared as float32; a row with a NaN, an infinity or a value outside [0, 1] in a scheduled
-slot is served first. Survivals are float64 products rounded to float32, as in the core, so both agree
-bit for bit. The admitted drafts sum to the budget exactly, so the batch fits the graph that the host
-chose from the budget, whatever the confidences are.
+ascending, compared as float32; a row with a NaN, an infinity or a value outside [0, 1] in a
+scheduled slot is served first. Survivals are float64 products rounded to float32, as in the core,
+so both agree bit for bit. The admitted drafts sum to the budget exactly, so the batch fits the
+graph that the host chose from the budget, whatever the confidences are.
 
 One program does it all: the batch is small, and the cut is found by searching the float's bits (its
 order as an integer), which needs no sort and no second launch.
