@@ -208,6 +208,15 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         "vLLM documents an interface for verification managers",
     ),
     HostSymbol(
+        "vllm.v1.worker.utils",
+        "AttentionGroup.get_metadata_builder",
+        ("self",),
+        "called",
+        "Whether an attention backend replays mixed batches in full graphs.",
+        _ISSUES + "51303",
+        "the graph manager is told what attention supports",
+    ),
+    HostSymbol(
         "vllm.distributed.parallel_state",
         "get_tp_group",
         (),

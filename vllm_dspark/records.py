@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,16 +52,21 @@ class StepRecord:
     verify_lens: npt.NDArray[np.integer] | None = None
     """Anchor included, 1..gamma+1, [num_sampling]; None until known (device mode)."""
     survivals: npt.NDArray[np.floating] | None = None
-    """Calibrated survivals of the verified block, [num_sampling, gamma]; NaN where missing."""
+    """Survivals of the verified block as the policy sees them (calibrated where `confidence` is
+    given, raw otherwise), [num_sampling, gamma]; NaN where missing."""
     accepted: npt.NDArray[np.integer] | None = None
     """Accepted draft tokens, [num_sampling]."""
     predicted_ms: float | None = None
     measured_ms: float | None = None
     sync_ms: float | None = None
     request_ids: list[str] | None = None
+    confidence: npt.NDArray[np.floating] | None = None
+    """Raw confidences of the verified block, [num_sampling, gamma]; NaN where missing."""
+    regimes: npt.NDArray[np.integer] | None = None
+    """Sampling regime of each request (`core.calibration`), [num_sampling]."""
 
 
-_ARRAYS = ("scheduled", "verify_lens", "survivals", "accepted")
+_ARRAYS = ("scheduled", "verify_lens", "survivals", "accepted", "confidence", "regimes")
 
 
 class RecordRing:
@@ -70,15 +75,22 @@ class RecordRing:
     Args:
         capacity: steps kept, at least 1.
         meta: JSON values written to the header of every dump, e.g. gamma, model, engine.
+        live_meta: more of them, asked for at every dump, e.g. the cost model in use.
 
     Errors: `ValueError` for the capacity.
     """
 
-    def __init__(self, capacity: int, meta: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        meta: Mapping[str, Any] | None = None,
+        live_meta: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity!r}; allowed: integers from 1")
         self.capacity = capacity
         self.meta = dict(meta or {})
+        self._live_meta = live_meta
         self.orphans = 0
         """Outcomes that came for a step that is not (or no longer) kept."""
         self._records: deque[StepRecord] = deque()
@@ -144,7 +156,7 @@ class RecordRing:
         from vllm_dspark.records_io import save_records
 
         records = self.tail(newest)
-        save_records(path, records, self.meta)
+        save_records(path, records, {**self.meta, **self._live_meta()})
         return len(records)
 
 

@@ -50,10 +50,17 @@ class RecordFile:
         return iter(self.records)
 
 
-_ARRAYS = {"scheduled": 1, "verify_lens": 1, "accepted": 1, "survivals": 2}
+_ARRAYS = {
+    "scheduled": 1,
+    "verify_lens": 1,
+    "accepted": 1,
+    "regimes": 1,
+    "survivals": 2,
+    "confidence": 2,
+}
 _INTS = ("step", "num_reqs", "num_sampling", "base_tokens", "budget", "lag_steps", "tier_tokens")
 _TIMES = ("predicted_ms", "measured_ms", "sync_ms")
-_OPTIONAL = {"verify_lens", "survivals", "accepted", "request_ids", *_TIMES}
+_OPTIONAL = {*_ARRAYS, "request_ids", *_TIMES} - {"scheduled"}
 _NAMES = tuple(f.name for f in fields(StepRecord))
 
 
@@ -113,10 +120,10 @@ def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def _survival_lists(survivals: npt.NDArray[np.floating]) -> list[list[float | None]]:
+def _probability_lists(values: npt.NDArray[np.floating]) -> list[list[float | None]]:
     """Rows rounded to five digits, far below what a calibration can resolve."""
-    rows: list[list[float | None]] = np.round(survivals.astype(np.float64), 5).tolist()
-    if not np.isfinite(survivals).all():
+    rows: list[list[float | None]] = np.round(values.astype(np.float64), 5).tolist()
+    if not np.isfinite(values).all():
         rows = [[_number(value) for value in row] for row in rows]
     return rows
 
@@ -125,8 +132,8 @@ def _to_json(record: StepRecord) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name in _NAMES:
         value = getattr(record, name)
-        if name == "survivals" and value is not None:
-            value = _survival_lists(value)
+        if value is not None and _ARRAYS.get(name) == 2:
+            value = _probability_lists(value)
         elif name in _ARRAYS and value is not None:
             value = np.asarray(value).tolist()
         elif name in _TIMES or name == "time_s":
@@ -221,8 +228,9 @@ def _write_parquet(
     pa, parquet = _pyarrow(path)
     types = dict.fromkeys(_INTS, pa.int64()) | dict.fromkeys(("time_s", *_TIMES), pa.float64())
     types |= dict.fromkeys(("mode", "reason"), pa.string())
-    types |= {"request_ids": pa.list_(pa.string()), "survivals": pa.list_(pa.list_(pa.float64()))}
-    types |= dict.fromkeys(("scheduled", "verify_lens", "accepted"), pa.list_(pa.int32()))
+    types["request_ids"] = pa.list_(pa.string())
+    flat, nested = pa.list_(pa.int32()), pa.list_(pa.list_(pa.float64()))
+    types |= {name: flat if dimensions == 1 else nested for name, dimensions in _ARRAYS.items()}
     schema = pa.schema([(name, types[name]) for name in _NAMES])
     schema = schema.with_metadata({FORMAT: json.dumps(header)})
     parquet.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)

@@ -54,6 +54,21 @@ class VerifyGraphManager(ModelCudaGraphManager):
         finally:
             self.decode_query_len, self.compilation_config = usual_width, usual_config
             self.varlen_decode = varlen
+        if self._session.mixed_full_graphs and self.cudagraph_mode.has_piecewise_cudagraphs():
+            self._add_mixed_graphs()
+
+    def _add_mixed_graphs(self) -> None:
+        """Full graphs for steps that mix prefill and decode, asked before the piecewise ones.
+
+        A piecewise step launches every layer from the host, which at small batches takes longer
+        than the device needs. Where the attention backend replays any batch, one launch does.
+        """
+        usual = self.cudagraph_mode
+        self.cudagraph_mode = CUDAGraphMode.FULL
+        try:
+            self._add_family(None)
+        finally:
+            self.cudagraph_mode = usual
 
     def _uniform_query_lens(self) -> list[int]:
         """Query lengths that get uniform graphs besides what the host captures anyway."""
@@ -63,26 +78,31 @@ class VerifyGraphManager(ModelCudaGraphManager):
         # Any length runs in a varlen graph; the two ends run cheaper in a uniform one.
         return [1, full] if self._session.mode is VerifyMode.DEVICE else []
 
-    def _add_family(self, query_len: int) -> None:
-        """Let the host lay out uniform graphs of ``query_len`` and put them before what is there.
+    def _add_family(self, query_len: int | None) -> None:
+        """Let the host lay out full graphs of ``query_len`` and put them before what is there.
 
         A uniform graph matches no batch but its own, so being asked first changes nothing for
         others; being asked last would lose every step to the piecewise graph of the same size.
+        None is the family that takes any batch; it goes behind the other full graphs.
         """
         candidates, descs = self._candidates, self._capture_descs
         self._candidates, self._capture_descs = {}, {}
         super()._init_candidates()
         family_candidates, family_descs = self._candidates, self._capture_descs
         self._candidates, self._capture_descs = candidates, descs
+
+        def wanted(desc: BatchExecutionDescriptor) -> bool:
+            return desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count == query_len
+
         for key, found in family_candidates.items():
-            uniform = [desc for desc in found if desc.uniform_token_count == query_len]
-            self._candidates[key] = uniform + self._candidates.get(key, [])
+            family = [desc for desc in found if wanted(desc)]
+            present = self._candidates.get(key, [])
+            full = [desc for desc in present if desc.cg_mode == CUDAGraphMode.FULL]
+            rest = [desc for desc in present if desc.cg_mode != CUDAGraphMode.FULL]
+            ahead = full + family if query_len is None else family + full
+            self._candidates[key] = ahead + rest
         full_descs = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
-        full_descs.extend(
-            desc
-            for desc in family_descs.get(CUDAGraphMode.FULL, ())
-            if desc.uniform_token_count == query_len
-        )
+        full_descs.extend(filter(wanted, family_descs.get(CUDAGraphMode.FULL, ())))
         full_descs.sort(key=lambda desc: desc.num_tokens, reverse=True)
 
     def dispatch(
@@ -110,7 +130,12 @@ class VerifyGraphManager(ModelCudaGraphManager):
         sizes: dict[ExecMode, set[int]] = {ExecMode.FULL: set(), ExecMode.PIECEWISE: set()}
         for mode, descs in self._capture_descs.items():
             kind = ExecMode.FULL if mode is CUDAGraphMode.FULL else ExecMode.PIECEWISE
-            sizes[kind].update(d.num_tokens for d in descs if d.uniform_token_count is None)
+            for desc in descs:
+                if desc.uniform_token_count is not None:
+                    continue
+                # A full graph without a bound on query lengths is there for mixed steps.
+                mixed = kind is ExecMode.FULL and desc.max_query_len is None
+                sizes[ExecMode.PIECEWISE if mixed else kind].add(desc.num_tokens)
         return {kind: TierLadder(found) for kind, found in sizes.items()}
 
     def width_ladders(self) -> dict[int, TierLadder]:

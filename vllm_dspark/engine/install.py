@@ -125,6 +125,7 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
         obstacle = session.device_obstacle or _refusal(original, kwargs)
         session.resolved = resolve(session.config, _host_facts(kwargs, obstacle))
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
+        session.mixed_full_graphs = _mixed_full_graphs(session.config, kwargs)
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)
@@ -145,6 +146,32 @@ def _refusal(original: Any, kwargs: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _mixed_full_graphs(config: DSparkConfig, kwargs: dict[str, Any]) -> bool:
+    """Whether mixed steps get full graphs.
+
+    Raises:
+        ConfigError: they were asked for and an attention backend cannot replay them.
+    """
+    if config.mixed_graphs == "piecewise" or config.verify == "static":
+        return False
+    vllm_config, checked = kwargs["vllm_config"], kwargs.get("target_layer_names")
+    unable = [
+        group.backend.get_name()
+        for groups in kwargs["attn_groups"]
+        for group in groups
+        if (checked is None or not checked.isdisjoint(group.layer_names))
+        and group.get_metadata_builder(0)
+        .get_cudagraph_support(vllm_config, group.kv_cache_spec)
+        .name
+        != "ALWAYS"
+    ]
+    if unable and config.mixed_graphs == "full":
+        raise ConfigError(
+            f"dspark.mixed_graphs = 'full' cannot run: {unable[0]} attention replays no mixed batch"
+        )
+    return not unable
 
 
 def _host_facts(kwargs: dict[str, Any], obstacle: str) -> HostFacts:

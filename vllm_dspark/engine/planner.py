@@ -13,6 +13,7 @@ host where the device is the CPU; elsewhere a host split uses the same lagged va
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,12 +32,14 @@ from vllm_dspark.core.survival import RowDoubt
 from vllm_dspark.core.tiers import ExecMode
 from vllm_dspark.engine.device_split import DeviceSplit, even_split
 from vllm_dspark.engine.modes import VerifyMode
-from vllm_dspark.engine.profile import StartupProfile
+from vllm_dspark.engine.profile import StartupProfile, describe
 from vllm_dspark.engine.relay import BlockRelay, Landed
 
 LAG_STEPS = 1
 MAX_AGE_STEPS = 8
 """A request that was not drafted for this many steps counts as stale."""
+
+logger = logging.getLogger("vllm.dspark")
 
 OrderRequests = Callable[[dict[str, int], dict[str, list[int]], int], list[str]]
 
@@ -458,6 +461,7 @@ class StepPlanner:
         cost = self._profile.fit(samples)
         if cost is not None:
             self.core.adopt(cost=self._share(cost))
+            logger.info("DSpark step costs: %s", describe(self.core.cost))
 
 
 Observer = Callable[[StepDecision, np.ndarray], None]

@@ -152,3 +152,21 @@ class StartupProfile:
             end.synchronize()
             times_ms.append(start.elapsed_time(end))
         return float(np.median(times_ms[1:]))
+
+
+def describe(cost: CostModel | None) -> str:
+    """One line for the log: verify times by tokens, draft times by requests for every width."""
+    if cost is None:
+        return "none"
+    verify = cost.verify_curve(ExecMode.FULL)
+    parts = ["verify " + _points(verify)]
+    parts += [f"draft {width} wide {_points(c)}" for width, c in sorted(cost.draft_widths.items())]
+    parts.append(
+        f"logit row {cost.logit_row_ms * 1e3:.2f} us, request {cost.request_ms * 1e3:.2f} us"
+    )
+    return "; ".join(parts)
+
+
+def _points(curve: Curve) -> str:
+    pairs = zip(curve.sizes.tolist(), curve.ms.tolist(), strict=True)
+    return " ".join(f"{size}:{ms:.2f}ms" for size, ms in pairs)

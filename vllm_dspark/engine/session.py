@@ -37,6 +37,8 @@ class Session:
     """Sampling temperatures ``[max_num_reqs]`` by request slot, on the host."""
     widths: tuple[int, ...] = ()
     """Block widths that may be drafted, ascending."""
+    mixed_full_graphs: bool = False
+    """Steps that mix prefill and decode replay full graphs."""
     device_obstacle: str = ""
     """Why the device cannot fix lengths, as far as the configuration tells."""
     writer: MetricsWriter | None = None
