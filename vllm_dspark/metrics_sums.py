@@ -110,14 +110,15 @@ class Reliability:
     def add(self, survivals: FloatArray, admitted: IntArray, accepted: IntArray) -> int:
         """Count one step; survivals [num_reqs, gamma], lengths [num_reqs] in 0..gamma.
 
-        Returns how many survivals were not a number in [0, 1]; those are left out.
+        Returns how many survivals of verified drafts were not a number in [0, 1]; those are left
+        out, as are all drafts that were not verified.
         """
         size = self.gamma * RELIABILITY_BINS
         offset = np.take(self._offset, admitted, axis=0)
         unusable = 0
         if not (survivals.min() >= 0.0 and survivals.max() <= 1.0):  # also if any is NaN
             usable = (survivals >= 0.0) & (survivals <= 1.0)
-            unusable = int(usable.size - np.count_nonzero(usable))
+            unusable = int(np.count_nonzero(~usable & (offset < size)))
             survivals = np.where(usable, survivals, 0.0)
             offset[~usable] = size
         slot = (survivals * RELIABILITY_BINS).astype(np.intp)

@@ -4,7 +4,8 @@
 Off by default. `RecordRing.add` copies what it is given (the caller's arrays may be views of
 buffers that the next step writes); accepts and times arrive one or two steps later and are attached
 by step number. The newest few records may lack accepts (`accepted is None`), the others only if the
-outcome never came. `records_io` owns the file formats.
+outcome never came. `RecordSaver` keeps a file of the operator's up to date; `records_io` owns the
+file formats.
 
 While serving, `request_records(directory)` makes every engine of a server write its ring into the
 server's private directory (`metrics_export.running_servers` lists those of this machine).
@@ -93,6 +94,8 @@ class RecordRing:
         self._live_meta = live_meta
         self.orphans = 0
         """Outcomes that came for a step that is not (or no longer) kept."""
+        self.changes = 0
+        """Calls that changed a record so far."""
         self._records: deque[StepRecord] = deque()
         self._by_step: dict[int, StepRecord] = {}
         self._lock = threading.Lock()
@@ -108,6 +111,7 @@ class RecordRing:
             if value is not None:
                 setattr(kept, name, np.array(value))
         with self._lock:
+            self.changes += 1
             old = self._by_step.get(kept.step)
             if old is not None:
                 self._records.remove(old)
@@ -133,6 +137,7 @@ class RecordRing:
             if record is None:
                 self.orphans += 1
                 return False
+            self.changes += 1
             for name, array in arrays:
                 if array is not None:
                     setattr(record, name, np.array(array))
@@ -158,6 +163,39 @@ class RecordRing:
         records = self.tail(newest)
         save_records(path, records, {**self.meta, **self._live_meta()})
         return len(records)
+
+
+class RecordSaver:
+    """Writes a ring to a file whenever the server falls idle, and when it is told to.
+
+    vLLM kills its workers at once unless `--shutdown-timeout` gives them time, so a file that was
+    only written at exit would mostly not be written at all. Call `poll()` every half second or so.
+    """
+
+    def __init__(self, ring: RecordRing, path: str, *, idle_s: float = 2.0) -> None:
+        self._ring = ring
+        self._path = path
+        self._idle_s = idle_s
+        self._saved = self._seen = 0
+        self._since = time.monotonic()
+
+    def poll(self) -> bool:
+        """Save if nothing changed for `idle_s` since the last change; whether it did."""
+        changes, now = self._ring.changes, time.monotonic()
+        if changes != self._seen:
+            self._seen, self._since = changes, now
+        if changes == self._saved or now - self._since < self._idle_s:
+            return False
+        self.save()
+        return True
+
+    def save(self) -> None:
+        """Write the ring now. Never raises: a file that cannot be written is logged."""
+        self._saved = self._ring.changes
+        try:
+            self._ring.dump(self._path)
+        except (OSError, ValueError, ImportError) as error:
+            logger.warning("DSpark records cannot be written to %s: %s", self._path, error)
 
 
 # -- on demand, while serving ------------------------------------------------------------------

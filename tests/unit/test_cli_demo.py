@@ -11,7 +11,7 @@ import pytest
 from vllm_dspark import __version__
 from vllm_dspark.cli import COMMANDS, CommandError, demo, main
 from vllm_dspark.cli.counters import Counters, settled
-from vllm_dspark.cli.report import ACCEPT_LEN_WANTED, DemoFigures
+from vllm_dspark.cli.figures import ACCEPT_LEN_WANTED, DemoFigures
 from vllm_dspark.cli.traffic import (
     NEAR_TIE_LOGIT_GAP,
     Client,

@@ -24,6 +24,10 @@ FAILURE = 1
 COMMANDS = {
     "demo": "serve the demo pair, compare it with a server without speculation, print the figures",
     "doctor": "print versions, host symbols, effective settings and whether the plugin will run",
+    "profile": "measure what a step costs here and save it as a cost table",
+    "calibrate": "fit the confidences to what the target accepted and save the calibration",
+    "replay": "recorded steps under other policies and cost tables: accept length and tokens/s",
+    "report": "one page that says whether speculation helps and what limits it",
 }
 
 

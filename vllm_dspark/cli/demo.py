@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_dspark.cli import FAILURE, CommandError
 from vllm_dspark.cli.counters import settled
-from vllm_dspark.cli.report import DemoFigures, write_json
+from vllm_dspark.cli.figures import DemoFigures, write_json
 from vllm_dspark.cli.server import READY_LIMIT_S, Server, ServerError, ServerOptions
 from vllm_dspark.cli.traffic import PROMPT, Client, Greedy, read_prompts
 from vllm_dspark.cpu.host import gpu_present

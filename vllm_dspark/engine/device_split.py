@@ -60,6 +60,15 @@ class DeviceSplit:
         )
         return cu_num_logits
 
+    def warm(self) -> None:
+        """Compile every variant of the kernel, so that none is compiled in traffic."""
+        slots, device = self._live.shape[0], self._live.device
+        offsets = torch.empty(slots + 1, dtype=torch.int32, device=device)
+        counts = {min(1 << power, slots) for power in range(slots.bit_length() + 1)}
+        for count in sorted(counts):
+            rows = torch.arange(count, device=device)
+            allocate(self._live, rows, self._full[:count], self._single[:count], 1, 1, 2, offsets)
+
     def take_admitted(self) -> torch.Tensor | None:
         """Admitted drafts ``[num_reqs]`` of the running step, None if the host decided."""
         admitted, self._admitted = self._admitted, None

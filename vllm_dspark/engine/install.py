@@ -167,11 +167,11 @@ def _mixed_full_graphs(config: DSparkConfig, kwargs: dict[str, Any]) -> bool:
         .name
         != "ALWAYS"
     ]
-    if unable and config.mixed_graphs == "full":
+    if unable:
         raise ConfigError(
             f"dspark.mixed_graphs = 'full' cannot run: {unable[0]} attention replays no mixed batch"
         )
-    return not unable
+    return True
 
 
 def _host_facts(kwargs: dict[str, Any], obstacle: str) -> HostFacts:

@@ -388,6 +388,8 @@ class StepPlanner:
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Publish the block that was just drafted and what its step committed."""
+        # Steps without drafts ask for no plan; their results must not pile up unread either.
+        self._read_results()
         self._running = None
         count = input_batch.num_reqs
         none = torch.zeros(count, dtype=torch.int32, device=confidence_probs.device)
@@ -451,12 +453,16 @@ class StepPlanner:
         self._profile = profile
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterable[dict[str, Any]]:
-        """Dummy batches whose step times seed the cost model."""
-        return self._profile.batches() if self._profile is not None else ()
+        """Dummy batches whose step times seed the cost model; none if there is one already."""
+        if self._profile is None or self.core.cost is not None:
+            return ()
+        return self._profile.batches()
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
         """Adopt the cost model that the timed batches give, rank 0's on every rank."""
-        if self._profile is None:
+        if self._split is not None:
+            self._split.warm()
+        if self._profile is None or self.core.cost is not None:
             return
         cost = self._profile.fit(samples)
         if cost is not None:

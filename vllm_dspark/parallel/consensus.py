@@ -233,7 +233,7 @@ class ConsensusChecker:
                     raise StallError(
                         f"rank {rank} has not left its step for {options.timeout_s:g} s"
                     )
-                left_s = max(stall_s, 0.1)
+                left_s = stall_s if self._inside else options.timeout_s
                 if self._pending or self._unmatched[rank]:
                     quiet_since_s = max(self._last_call_s, self._last_round_s)
                     flush_s = quiet_since_s + options.flush_s - now_s
