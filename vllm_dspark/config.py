@@ -108,7 +108,9 @@ class DSparkConfig(BaseModel):
         0, description="Steps kept in the record ring; 0 keeps none."
     )
     records_path: str | None = Field(
-        None, description="File that the records are written to at exit (.jsonl or .parquet)."
+        None,
+        description="File (.jsonl or .parquet) that the records are written to whenever the server "
+        "falls idle, and at exit.",
     )
     metrics: bool = Field(True, description="Publish vllm:dspark_* on the server's /metrics.")
 
@@ -142,6 +144,26 @@ class DSparkConfig(BaseModel):
         if not isinstance(additional, Mapping):
             return cls()
         return cls.parse(additional.get(NAMESPACE))
+
+    def check_block(self, gamma: int) -> None:
+        """Compare the options with the number of drafts per block.
+
+        Raises:
+            ConfigError: ``draft_width`` is wider than the block, or narrower where every slot of
+                the block is verified whether it was drafted or not.
+        """
+        width = self.draft_width
+        if width == "auto" or width == gamma:
+            return
+        given = f"{NAMESPACE}.draft_width = {width}: allowed: "
+        if width > gamma:
+            raise ConfigError(
+                f"{given}'auto' or an integer from 1 to num_speculative_tokens = {gamma}"
+            )
+        if self.verify in ("static", "cap-accept"):
+            raise ConfigError(
+                f"{given}'auto' or {gamma} with verify = {self.verify!r}, which verifies every slot"
+            )
 
 
 @dataclass(frozen=True)

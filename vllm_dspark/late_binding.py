@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -17,30 +18,50 @@ from types import ModuleType
 
 Action = Callable[[ModuleType], None]
 
+logger = logging.getLogger("vllm.dspark")
+
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and runs the waiting action after execution."""
+    """Finds what the other finders find; the loader runs the waiting actions after execution.
+
+    Actions wait until a module has really been executed: looking for it uses up nothing, and an
+    import that failed may be tried again.
+    """
 
     def __init__(self) -> None:
-        self.waiting: dict[str, Action] = {}
+        self.waiting: dict[str, list[Action]] = {}
+        self._searching: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self.waiting:
+        if name not in self.waiting or name in self._searching:
             return None
-        action = self.waiting.pop(name)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        spec.loader = _ActingLoader(spec.loader, action)
+        self._searching.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching.discard(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ActingLoader(spec.loader, self)
         return spec
+
+    def act(self, module: ModuleType) -> None:
+        """Run what waits for ``module``; a failure is ours and must not break the import."""
+        for action in self.waiting.pop(module.__name__, ()):
+            try:
+                action(module)
+            except Exception:
+                logger.exception(
+                    "vllm-dspark could not act on %s; the host's own DSpark stays in place",
+                    module.__name__,
+                )
 
 
 class _ActingLoader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, action: Action) -> None:
+    def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
         self._loader = loader
-        self._action = action
+        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -51,7 +72,7 @@ class _ActingLoader(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._action(module)
+        self._finder.act(module)
 
 
 _finder = _Finder()
@@ -65,4 +86,4 @@ def on_import(name: str, action: Action) -> None:
         return
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    _finder.waiting[name] = action
+    _finder.waiting.setdefault(name, []).append(action)

@@ -105,8 +105,13 @@ def _prepare_server(vllm_config: Any) -> None:
     from vllm_dspark.config import DSparkConfig
 
     config = DSparkConfig.from_vllm_config(vllm_config)
-    if config.strict:
+    config.check_block(vllm_config.speculative_config.num_speculative_tokens)
+    try:
         compat.require()
+    except compat.MissingHookError as error:
+        if config.strict:
+            raise
+        logger.error("DSpark runs natively, the plugin needs what this host lacks: %s", error)
     if config.metrics:
         metrics_export.prepare_parent()
         metrics_export.install_exporter()

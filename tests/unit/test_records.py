@@ -4,13 +4,20 @@
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vllm_dspark.records import RecordAnswerer, RecordRing, StepRecord, request_records
+from vllm_dspark.records import (
+    RecordAnswerer,
+    RecordRing,
+    RecordSaver,
+    StepRecord,
+    request_records,
+)
 from vllm_dspark.records_io import MissingParquetError, RecordError, load_records
 
 
@@ -296,3 +303,40 @@ class TestOnDemand:
         assert [record.step for record in answer] == [1, 2]
         (tmp_path / "records.request").write_text("2.0\n")
         assert answerer.poll()
+
+
+def test_live_meta_is_asked_for_at_every_dump(tmp_path: Path) -> None:
+    versions = iter((1, 2))
+    ring = RecordRing(4, {"gamma": 7}, lambda: {"version_in_use": next(versions)})
+    ring.add(make(0))
+    path = str(tmp_path / "r.jsonl")
+    for expected in (1, 2):
+        ring.dump(path)
+        assert load_records(path).meta == {"gamma": 7, "version_in_use": expected}
+
+
+class TestSaver:
+    def test_saves_once_when_nothing_changes_any_more(self, tmp_path: Path) -> None:
+        ring, path = RecordRing(4), tmp_path / "r.jsonl"
+        saver = RecordSaver(ring, str(path), idle_s=0.02)
+        assert not saver.poll()
+        ring.add(make(0))
+        assert not saver.poll(), "the server is still busy"
+        time.sleep(0.03)
+        assert saver.poll()
+        assert not saver.poll()
+        ring.attach(0, accepted=np.array([1, 2]))
+        assert not saver.poll()
+        time.sleep(0.03)
+        assert saver.poll()
+        (record,) = load_records(str(path)).records
+        assert record.accepted is not None
+
+    def test_a_file_that_cannot_be_written_is_logged(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ring = RecordRing(4)
+        ring.add(make(0))
+        RecordSaver(ring, str(tmp_path / "nowhere" / "r.jsonl")).save()
+        RecordSaver(ring, str(tmp_path / "r.csv")).save()
+        assert caplog.text.count("cannot be written") == 2

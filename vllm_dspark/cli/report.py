@@ -23,6 +23,7 @@ from vllm_dspark.alarms import Alarms, Thresholds
 from vllm_dspark.cli import CommandError
 from vllm_dspark.cli import report_page as page
 from vllm_dspark.cli import report_views as views
+from vllm_dspark.cli.outputs import write_text
 from vllm_dspark.cli.record_metrics import snapshot_of
 from vllm_dspark.cli.recorded import Recording, add_input_arguments, read_recording
 from vllm_dspark.cli.replay import default_table, policy, replay_all
@@ -66,10 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.inputs or args.from_server is not None or given is None:
         recording = read_recording(args)
     html = build(recording, given)
-    try:
-        args.out.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{args.out}: {error.strerror or error}") from None
+    write_text(args.out, html)
     print(f"report written to {args.out}")
     return 0
 

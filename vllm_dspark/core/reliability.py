@@ -65,9 +65,9 @@ def known_outcomes(
     outcome = positions <= accepted[:, None]
     if verified is None:
         return outcome, np.ones_like(outcome)
-    # A rejection inside the window settles every later slot; a fully accepted window does not.
-    known = (positions <= verified[:, None]) | (accepted < verified)[:, None]
-    return outcome, known
+    # A rejection would settle later slots as well, but only where there was one: counting them
+    # there and not behind a fully accepted window would count failures only.
+    return outcome, positions <= verified[:, None]
 
 
 def reliability(

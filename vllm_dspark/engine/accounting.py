@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import time
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ import numpy as np
 from vllm_dspark import metrics_export
 from vllm_dspark.alarms import AlarmLog
 from vllm_dspark.config import DSparkConfig
+from vllm_dspark.core.cost_io import Fingerprint, cost_to_dict
+from vllm_dspark.core.planner import Planner
 from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.planner import LAG_STEPS, StepDecision
 from vllm_dspark.metrics import MetricsWriter
-from vllm_dspark.records import RecordAnswerer, RecordRing, StepRecord
+from vllm_dspark.records import RecordAnswerer, RecordRing, RecordSaver, StepRecord
 
 _ALARM_INTERVAL_S = 30.0
 _ANSWER_INTERVAL_S = 0.5
@@ -31,18 +34,23 @@ class Accounting:
     Args:
         writer: counters of this process.
         mode: verify mode, as a label.
+        core: whose calibration says what a confidence is worth.
         ring: step records, None if they are off.
     """
 
-    def __init__(self, writer: MetricsWriter, mode: VerifyMode, ring: RecordRing | None) -> None:
+    def __init__(
+        self, writer: MetricsWriter, mode: VerifyMode, core: Planner, ring: RecordRing | None
+    ) -> None:
         self._writer = writer
-        self._mode = mode
+        self._core = core
+        compact = mode in (VerifyMode.HOST, VerifyMode.DEVICE)
+        self._label = "compact" if compact else str(mode)
         self._ring = ring
 
     def __call__(self, decision: StepDecision, accepted: np.ndarray) -> None:
         plan, writer, rows = decision.plan, self._writer, decision.samples
         graph = decision.graph_tokens or 0
-        label = self._label(decision)
+        label = self._label
         writer.observe_plan(
             mode=label,
             reason=str(plan.reason),
@@ -55,7 +63,10 @@ class Accounting:
         for doubt, count in plan.doubts.items():
             writer.observe_doubt(doubt.name.lower(), count)
         assert decision.admitted is not None and decision.predicted is not None, "settled"
-        survivals = np.cumprod(decision.predicted[rows], axis=1)
+        regimes = decision.regimes
+        regimes = regimes if isinstance(regimes, int) else regimes[rows]
+        calibrated = self._core.calibration.apply(decision.predicted[rows].T, regimes)
+        survivals = np.cumprod(calibrated, axis=0).T
         writer.observe_accept(
             decision.eligible[rows], decision.admitted[rows], accepted[rows], survivals
         )
@@ -66,16 +77,11 @@ class Accounting:
             self._ring.add(self._record(decision, label, accepted, survivals))
             writer.observe_overhead("records", time.perf_counter() - start)
 
-    def _label(self, decision: StepDecision) -> str:
-        if not decision.trims:
-            return str(self._mode)
-        return "uniform" if decision.plan.uniform_k is not None else "compact"
-
     def _record(
         self, decision: StepDecision, label: str, accepted: np.ndarray, survivals: np.ndarray
     ) -> StepRecord:
         rows, plan = decision.samples, decision.plan
-        assert decision.admitted is not None
+        assert decision.admitted is not None and decision.predicted is not None
         return StepRecord(
             step=decision.step,
             time_s=decision.time_s,
@@ -94,33 +100,45 @@ class Accounting:
             predicted_ms=plan.predicted_step_ms,
             measured_ms=decision.measured_ms,
             request_ids=[decision.req_ids[i] for i in np.flatnonzero(rows)],
+            confidence=decision.predicted[rows],
+            regimes=np.broadcast_to(decision.regimes, rows.shape)[rows],
         )
 
 
 def start_accounting(
-    config: DSparkConfig, vllm_config: Any, mode: VerifyMode, writer: MetricsWriter, gamma: int
+    config: DSparkConfig,
+    vllm_config: Any,
+    mode: VerifyMode,
+    writer: MetricsWriter,
+    core: Planner,
+    fingerprint: Fingerprint,
 ) -> Accounting:
     """Accounting with alarms and records as the options ask for; rank 0 keeps the records."""
     decides = writer.tp_rank == 0
     if writer.enabled and decides:
         writer.every(_ALARM_INTERVAL_S, AlarmLog())
     if not config.records or not decides:
-        return Accounting(writer, mode, None)
+        return Accounting(writer, mode, core, None)
     ring = RecordRing(
         config.records,
         {
-            "gamma": gamma,
+            "gamma": core.gamma,
             "model": vllm_config.model_config.model,
             "draft_model": vllm_config.speculative_config.model,
             "mode": str(mode),
             "engine": writer.engine_index,
+            "fingerprint": asdict(fingerprint),
         },
+        lambda: {"cost": None if core.cost is None else cost_to_dict(core.cost, fingerprint)},
     )
     directory = metrics_export.private_dir()
     if directory is not None and writer.enabled:
         answerer = RecordAnswerer(ring, directory, writer.engine_index)
         writer.every(_ANSWER_INTERVAL_S, lambda _: answerer.poll())
     if config.records_path is not None:
+        saver = RecordSaver(ring, config.records_path)
+        if writer.enabled:
+            writer.every(_ANSWER_INTERVAL_S, lambda _: saver.poll())
         # atexit does not run in forked workers; multiprocessing's own finalizers do.
-        multiprocessing.util.Finalize(None, ring.dump, (config.records_path,), exitpriority=9)
-    return Accounting(writer, mode, ring)
+        multiprocessing.util.Finalize(None, saver.save, exitpriority=9)
+    return Accounting(writer, mode, core, ring)

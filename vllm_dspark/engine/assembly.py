@@ -10,11 +10,13 @@ from typing import Any
 from vllm_dspark.config import ConfigError, DSparkConfig
 from vllm_dspark.core.calibration import DraftMethod, regime_of
 from vllm_dspark.core.calibration_io import load_calibration
+from vllm_dspark.core.cost_io import load_cost
 from vllm_dspark.core.draft_width import WidthChoice
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.policy import PolicyConfig, SearchMode
 from vllm_dspark.engine.accounting import start_accounting
 from vllm_dspark.engine.cost_learning import CostLearning
+from vllm_dspark.engine.deployment import fingerprint_of
 from vllm_dspark.engine.graphs import VerifyGraphManager
 from vllm_dspark.engine.learning import OnlineLearning
 from vllm_dspark.engine.modes import VerifyMode
@@ -49,11 +51,14 @@ def build_planner(
             states.num_speculative_steps,
             enabled=session.config.metrics,
         )
+    fingerprint = fingerprint_of(host["vllm_config"])
     observers: list[Observer] = [
         start_accounting(
-            session.config, host["vllm_config"], session.mode, session.writer, core.gamma
+            session.config, host["vllm_config"], session.mode, session.writer, core, fingerprint
         )
     ]
+    if session.config.cost_table is not None:
+        core.adopt(cost=_load(load_cost, "cost_table", session.config.cost_table, fingerprint))
     calibration = session.config.calibration
     if calibration == "online":
         observers.append(OnlineLearning(core))

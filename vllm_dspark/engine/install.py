@@ -17,7 +17,7 @@ from typing import Any
 from vllm_dspark import compat
 from vllm_dspark.config import ConfigError, DSparkConfig
 from vllm_dspark.core.draft_width import widths_for
-from vllm_dspark.engine.modes import HostFacts, VerifyMode, device_obstacle, resolve
+from vllm_dspark.engine.modes import HostFacts, VerifyMode, device_obstacle, obstacle, resolve
 from vllm_dspark.engine.session import Session, find_session, open_session
 
 logger = logging.getLogger("vllm.dspark")
@@ -29,7 +29,7 @@ def bind(runner: ModuleType) -> None:
     """Replace the names of ``runner`` (the imported model-runner module). Idempotent."""
     for name, wrapper in _WRAPPERS.items():
         owner, _, attribute = name.rpartition(".")
-        target = getattr(runner, owner) if owner else runner
+        target = getattr(runner, owner, None) if owner else runner
         original = getattr(target, attribute, None)
         if original is None or hasattr(original, "dspark_original"):
             continue
@@ -70,19 +70,20 @@ def _take_over(vllm_config: Any) -> Session | None:
 
 
 def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
-    """Block widths that this server may draft, the widest one last."""
+    """Block widths that this server may draft, the widest one last.
+
+    Only where trimming can leave out the slots that a narrow block lacks: what an earlier block
+    left in them is no draw from the drafter's distribution and must never be verified.
+    """
     gamma = vllm_config.speculative_config.num_speculative_tokens
+    config.check_block(gamma)
+    trims = config.verify in ("auto", "compact") and not obstacle(host_facts(vllm_config))
+    if not trims:
+        return (gamma,)
     if config.draft_width != "auto":
-        if config.draft_width > gamma:
-            raise ConfigError(
-                f"dspark.draft_width = {config.draft_width}: allowed: 'auto' or an integer from 1 "
-                f"to num_speculative_tokens = {gamma}"
-            )
         return (config.draft_width,)
-    # Data-parallel ranks pad their drafts to each other, so they all draft gamma slots.
-    alone = vllm_config.parallel_config.data_parallel_size == 1
     graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    return widths_for(gamma) if alone and graphs and config.verify != "static" else (gamma,)
+    return widths_for(gamma) if graphs else (gamma,)
 
 
 def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
@@ -122,8 +123,8 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
             return original(**kwargs)
         from vllm_dspark.engine import assembly
 
-        obstacle = session.device_obstacle or _refusal(original, kwargs)
-        session.resolved = resolve(session.config, _host_facts(kwargs, obstacle))
+        refusal = session.device_obstacle or _refusal(original, kwargs)
+        session.resolved = resolve(session.config, host_facts(kwargs["vllm_config"], refusal))
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
         session.mixed_full_graphs = _mixed_full_graphs(session.config, kwargs)
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
@@ -174,15 +175,15 @@ def _mixed_full_graphs(config: DSparkConfig, kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _host_facts(kwargs: dict[str, Any], obstacle: str) -> HostFacts:
-    vllm_config = kwargs["vllm_config"]
+def host_facts(vllm_config: Any, obstacle_to_device: str = "") -> HostFacts:
+    """What the configuration says about the modes that can run."""
     parallel = vllm_config.parallel_config
     return HostFacts(
         full_graphs=vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
         data_parallel_size=parallel.data_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
-        batch_sharded_sampling=bool(kwargs.get("copy_admitted_drafts_to_host", False)),
-        device_obstacle=obstacle,
+        batch_sharded_sampling=bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
+        device_obstacle=obstacle_to_device,
     )
 
 
@@ -244,7 +245,7 @@ def _wrap_capture_model(original: Any, runner: ModuleType) -> Any:
     def capture_model(self: Any, **kwargs: Any) -> Any:
         session = find_session(self.speculative_config) if self.speculative_config else None
         planner = session.planner if session is not None else None
-        if planner is None or kwargs.get("profile_only"):
+        if planner is None or kwargs.get("profile_only") or session.config.cost_table is not None:
             return original(self, **kwargs)
         from vllm_dspark.engine.profile import StartupProfile
 

@@ -60,13 +60,13 @@ def resolve(config: DSparkConfig, facts: HostFacts) -> Resolved:
     Raises:
         ConfigError: the operator asked for a mode that cannot run here.
     """
-    obstacle = _obstacle(facts)
+    hindrance = obstacle(facts)
     if config.verify == "static":
         return Resolved(VerifyMode.STATIC, "dspark.verify = 'static'")
-    if obstacle:
+    if hindrance:
         if config.verify != "auto":
-            raise ConfigError(f"dspark.verify = {config.verify!r} cannot run: {obstacle}")
-        return Resolved(VerifyMode.STATIC, obstacle)
+            raise ConfigError(f"dspark.verify = {config.verify!r} cannot run: {hindrance}")
+        return Resolved(VerifyMode.STATIC, hindrance)
     if config.verify == "cap-accept":
         return Resolved(VerifyMode.CAP_ACCEPT, "dspark.verify = 'cap-accept'")
     if config.lens in ("host", "uniform"):
@@ -80,7 +80,8 @@ def resolve(config: DSparkConfig, facts: HostFacts) -> Resolved:
     return Resolved(VerifyMode.HOST, f"host-exact lengths: {facts.device_obstacle}")
 
 
-def _obstacle(facts: HostFacts) -> str:
+def obstacle(facts: HostFacts) -> str:
+    """Why a batch cannot be trimmed at all here; empty if it can."""
     if facts.pipeline_parallel_size > 1:
         return "only the last pipeline stage knows the confidences"
     if facts.data_parallel_size > 1:

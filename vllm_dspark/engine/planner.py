@@ -28,7 +28,7 @@ from vllm_dspark.core.allocation import allocate
 from vllm_dspark.core.draft_width import Load, WidthChoice
 from vllm_dspark.core.plan import StepInput, VerifyPlan
 from vllm_dspark.core.planner import Planner
-from vllm_dspark.core.survival import RowDoubt
+from vllm_dspark.core.survival import RowDoubt, assess_rows
 from vllm_dspark.core.tiers import ExecMode
 from vllm_dspark.engine.device_split import DeviceSplit, even_split
 from vllm_dspark.engine.modes import VerifyMode
@@ -272,10 +272,11 @@ class StepPlanner:
         if self._split is not None:
             return None
         assert plan.admitted is not None
-        if plan.uniform_k is not None or not self._live_host:
+        if self.mode is VerifyMode.UNIFORM or not self._live_host:
             return plan.admitted
         confidence, state = self._latest.read(slots, self._relay.published)
-        doubtful = state != RowDoubt.TRUSTED
+        codes = assess_rows(confidence, eligible, state)
+        doubtful = None if codes is None else codes != RowDoubt.TRUSTED
         survival = self.core.calibration.apply(confidence.T.copy(), regimes).cumprod(axis=0).T
         return allocate(survival, eligible, plan.verified_drafts, doubtful)
 
@@ -304,7 +305,7 @@ class StepPlanner:
             return None
         if decision.plan.verified_drafts == 0:
             return 1
-        width = decision.plan.uniform_k
+        width = decision.plan.uniform_k if self.mode is VerifyMode.UNIFORM else None
         return None if width is None else int(width) + 1
 
     def dispatched(self, graph: Any) -> None:
@@ -362,7 +363,10 @@ class StepPlanner:
         return (*answer, None) if self._answers_admitted else answer
 
     def make_exact(self, input_batch: Any) -> None:
-        """Put the lengths that run where the host left what was scheduled."""
+        """Put the lengths that run where the host left what was scheduled.
+
+        Scheduled draft counts stay: grammar masks are laid out by them.
+        """
         decision = self._running
         if decision is None or decision.req_ids != input_batch.req_ids or not decision.trims:
             return
@@ -370,7 +374,6 @@ class StepPlanner:
             return
         lens = np.diff(input_batch.query_start_loc_np[: input_batch.num_reqs + 1])
         input_batch.num_scheduled_tokens = lens
-        input_batch.num_draft_tokens_per_req = decision.host_lens.astype(np.int32)
         input_batch.max_query_len = int(lens.max())
 
     def take_window(self, req_ids: list[str]) -> np.ndarray | None:

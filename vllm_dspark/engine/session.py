@@ -29,8 +29,6 @@ _sessions: dict[int, Session] = {}
 class Session:
     """Options, resolved mode and live pieces of one runner."""
 
-    speculative_config: Any
-    """Kept so that its identity cannot be reused while the session lives."""
     config: DSparkConfig
     resolved: Resolved | None = None
     temperatures: Callable[[], Any] | None = None
@@ -75,8 +73,10 @@ class Session:
 
 
 def open_session(speculative_config: Any, config: DSparkConfig) -> Session:
-    """Session of a runner that is being built."""
-    session = _sessions[id(speculative_config)] = Session(speculative_config, config)
+    """Session of a runner that is being built; it ends when the runner's config does."""
+    key = id(speculative_config)
+    session = _sessions[key] = Session(config)
+    weakref.finalize(speculative_config, _sessions.pop, key, None)
     return session
 
 

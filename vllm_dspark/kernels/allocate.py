@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from vllm.triton_utils import tl, triton
+import triton
+import triton.language as tl
 
 from vllm_dspark.core.allocation import allocate as allocate_on_host
 
@@ -44,7 +45,8 @@ def _ranking_keys(
         # A NaN fails both comparisons.
         good = (value >= 0.0) & (value <= 1.0)
         doubtful = tl.where(drafted & (good == 0), 1, doubtful)
-        survival = survival * tl.where(good, value, 0.0).to(tl.float64)
+        # -0.0 is a good zero, but its bits are not those of the lowest key.
+        survival = survival * tl.where(good & (value > 0.0), value, 0.0).to(tl.float64)
         bits = survival.to(tl.float32).to(tl.int32, bitcast=True)
         here = (cols[None, :] == step) & drafted[:, None]
         keys = tl.where(here, bits[:, None], keys)

@@ -1,0 +1,538 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner behind the runner's calls, driven as the runner drives it, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+from vllm_dspark.core.cost_model import CostModel, Curve
+from vllm_dspark.core.plan import PlanReason
+from vllm_dspark.core.planner import Planner
+from vllm_dspark.core.policy import PolicyConfig
+from vllm_dspark.core.survival import RowDoubt
+from vllm_dspark.core.tiers import ExecMode
+from vllm_dspark.engine.assembly import _SEARCH
+from vllm_dspark.engine.modes import VerifyMode
+from vllm_dspark.engine.planner import MAX_AGE_STEPS, StepDecision, StepPlanner
+
+GAMMA, SLOTS, BONUS, PROMPT = 4, 6, 1, 5
+TRIMMING = [VerifyMode.HOST, VerifyMode.UNIFORM, VerifyMode.DEVICE]
+PINS = [None, 0, 1, 3, 0.5, 1.0]
+# Every token costs a third of an empty step: trimming pays as soon as confidences are low.
+COST = CostModel({ExecMode.EAGER: Curve(np.arange(1, 200), 3.0 + np.arange(1, 200.0), limit=0)})
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(cuda_stand_ins: None) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """What the runner saw of one step, rows in batch order."""
+
+    num_tokens: int
+    req_ids: list[str]
+    lens: np.ndarray
+    """Drafts that ran."""
+    batch: Any
+    """The batch after `make_exact`."""
+    window: np.ndarray | None
+    decision: StepDecision
+
+
+class Runner:
+    """Request state, and the order in which the model runner makes its calls."""
+
+    def __init__(self, mode: VerifyMode, cost: CostModel | None = None, **options: Any) -> None:
+        planner_options = {
+            name: options.pop(name)
+            for name in (
+                "answers_admitted",
+                "has_confidence",
+                "broadcast",
+                "max_total_logits",
+                "regimes_of",
+            )
+            if name in options
+        }
+        self.states = SimpleNamespace(
+            num_speculative_steps=GAMMA,
+            max_num_reqs=SLOTS,
+            device=torch.device("cpu"),
+            req_id_to_index={},
+            num_computed_tokens_np=np.zeros(SLOTS, np.int32),
+            prefill_len=SimpleNamespace(np=np.full(SLOTS, PROMPT, np.int32)),
+        )
+        self.query_start_loc = torch.full((SLOTS + 1,), -1, dtype=torch.int32)
+        self.settled: list[tuple[StepDecision, np.ndarray]] = []
+        policy = PolicyConfig(search=_SEARCH[mode], **options)
+        self.planner = StepPlanner(
+            Planner(policy, GAMMA, cost=cost),
+            mode,
+            self.states,
+            self.query_start_loc,
+            BONUS,
+            planner_options.pop("max_total_logits", 1000),
+            sort_batch_req_ids,
+            planner_options.pop("answers_admitted", False),
+            observers=[lambda decision, accepted: self.settled.append((decision, accepted))],
+            **planner_options,
+        )
+
+    def add(self, name: str, slot: int) -> None:
+        self.states.req_id_to_index[name] = slot
+        self.states.num_computed_tokens_np[slot] = 0
+        self.planner.add_request(slot)
+
+    def remove(self, name: str) -> None:
+        del self.states.req_id_to_index[name]
+
+    def prefill(self, confidence: float | np.ndarray = 0.9, names: tuple[str, ...] = ()) -> None:
+        """A step of whole prompts: nothing was drafted for it, a block is drafted after it."""
+        for name in names or tuple(self.states.req_id_to_index):
+            self.states.num_computed_tokens_np[self.states.req_id_to_index[name]] = PROMPT
+        self._record(list(names or self.states.req_id_to_index), confidence)
+
+    def decide(self, drafts: dict[str, int], base: dict[str, int] | None = None) -> int:
+        """Only the first call of a step."""
+        scheduled = {name: (base or {}).get(name, 1) + count for name, count in drafts.items()}
+        tokens = {name: [-1] * count for name, count in drafts.items() if count}
+        return self.planner.get_num_tokens(scheduled, tokens)
+
+    def step(
+        self,
+        drafts: dict[str, int],
+        confidence: float | np.ndarray = 0.9,
+        committed: Callable[[int], int] = lambda drafts_run: drafts_run + 1,
+        base: dict[str, int] | None = None,
+    ) -> Outcome:
+        """One step; `confidence` `[num_reqs, gamma]` of the block drafted after it."""
+        scheduled = {name: (base or {}).get(name, 1) + count for name, count in drafts.items()}
+        tokens = {name: [-1] * count for name, count in drafts.items() if count}
+        num_tokens = self.planner.get_num_tokens(scheduled, tokens)
+        decision = self.planner._decision
+        assert decision is not None
+        req_ids = sort_batch_req_ids(scheduled, tokens, GAMMA + BONUS)
+        slots = np.array([self.states.req_id_to_index[name] for name in req_ids])
+        all_tokens = np.array([scheduled[name] for name in req_ids], np.int32)
+        all_drafts = np.array([drafts[name] for name in req_ids], np.int32)
+        bound = np.concatenate(([0], np.cumsum(all_drafts + BONUS))).astype(np.int32)
+
+        counts, logits_np = self.planner.compact_batch(all_drafts, all_tokens, bound)
+        starts_np = np.full(SLOTS + 1, num_tokens, np.int32)
+        starts_np[0] = 0
+        np.cumsum(counts, out=starts_np[1 : len(req_ids) + 1])
+        self.query_start_loc.copy_(torch.from_numpy(starts_np))
+        answer = self.planner.reallocate_drafts(req_ids, torch.from_numpy(slots))
+        logits, starts, running = answer[:3]
+        batch = SimpleNamespace(
+            req_ids=req_ids,
+            num_reqs=len(req_ids),
+            idx_mapping=torch.from_numpy(slots),
+            idx_mapping_np=slots,
+            query_start_loc_np=starts_np[: len(req_ids) + 1],
+            num_scheduled_tokens=all_tokens,
+            num_draft_tokens_per_req=all_drafts,
+            max_query_len=int(all_tokens.max()),
+        )
+        self.planner.make_exact(batch)
+
+        lens = np.diff(logits.numpy()) - BONUS
+        base_lens = all_tokens - all_drafts
+        # What every step has to get right, whatever was decided.
+        assert num_tokens == base_lens.sum() + running == counts.sum()
+        assert lens.sum() == running
+        assert ((lens >= 0) & (lens <= all_drafts)).all()
+        assert starts is self.query_start_loc
+        assert np.diff(starts.numpy()[: len(req_ids) + 1]).tolist() == (base_lens + lens).tolist()
+        assert (starts.numpy()[len(req_ids) :] == num_tokens).all()
+        assert counts.dtype == all_tokens.dtype
+        assert logits_np.dtype == logits.numpy().dtype == np.int32
+        if decision.host_lens is not None:
+            assert np.array_equal(logits_np, logits.numpy())
+        window = self.planner.take_window(req_ids)
+        if running or decision.plan.verified_drafts:
+            num_sampled = np.array([committed(int(n)) for n in lens])
+            self.planner.committed(torch.from_numpy(num_sampled.astype(np.int32)))
+        self.states.num_computed_tokens_np[slots] += base_lens
+        self._record(req_ids, confidence, batch)
+        # Grammar masks follow what was scheduled, also where less of it runs.
+        assert batch.num_draft_tokens_per_req.tolist() == all_drafts.tolist()
+        return Outcome(num_tokens, req_ids, lens, batch, window, decision)
+
+    def _record(self, names: list[str], confidence: float | np.ndarray, batch: Any = None) -> None:
+        slots = np.array([self.states.req_id_to_index[name] for name in names])
+        batch = batch or SimpleNamespace(
+            req_ids=names,
+            num_reqs=len(names),
+            idx_mapping=torch.from_numpy(slots),
+            idx_mapping_np=slots,
+        )
+        # The host's buffer is larger than the batch, and is overwritten by the next block.
+        buffer = torch.full((SLOTS, GAMMA), float("nan"))
+        buffer[: len(names)] = torch.as_tensor(np.asarray(confidence, np.float32))
+        self.planner.record_confidences(buffer, batch)
+        buffer.fill_(float("nan"))
+
+
+def started(mode: VerifyMode, count: int = 3, **options: Any) -> Runner:
+    """A runner whose requests have confidences that the budget may see."""
+    runner = Runner(mode, **options)
+    names = [f"r{slot}" for slot in range(count)]
+    for slot, name in enumerate(names):
+        runner.add(name, slot)
+    runner.prefill()
+    for _ in range(2):
+        runner.step(dict.fromkeys(names, GAMMA))
+    return runner
+
+
+def drafts_of(runner: Runner) -> dict[str, int]:
+    return dict.fromkeys(runner.states.req_id_to_index, GAMMA)
+
+
+# ---------------------------------------------------------------------- every mode, every budget
+
+
+@pytest.mark.parametrize("pin", PINS)
+@pytest.mark.parametrize("mode", list(VerifyMode))
+def test_a_random_service_keeps_the_books(mode: VerifyMode, pin: int | float | None) -> None:
+    """Requests come, go and change slots; the assertions are in `Runner.step`."""
+    rng = np.random.default_rng(11)
+    runner = Runner(mode, pin=pin, cost=COST if pin is None else None)
+    outcomes: list[Outcome] = []
+    committed: list[np.ndarray] = []
+    for number in range(40):
+        free = sorted(set(range(SLOTS)) - set(runner.states.req_id_to_index.values()))
+        if free and rng.random() < 0.4:
+            name = f"n{number}"
+            runner.add(name, int(rng.choice(free)))
+            runner.prefill(rng.random((1, GAMMA)), (name,))
+        names = list(runner.states.req_id_to_index)
+        if not names:
+            continue
+        drafts = {name: int(rng.integers(0, GAMMA + 1)) for name in names}
+        drafts[names[0]] = GAMMA
+        sampled: list[int] = []
+
+        def commit(lens: int, sampled: list[int] = sampled) -> int:
+            sampled.append(int(rng.integers(1, lens + 2)))
+            return sampled[-1]
+
+        confidence = rng.random((len(names), GAMMA)) ** 0.3
+        outcomes.append(runner.step(drafts, confidence, commit))
+        committed.append(np.array(sampled or [1] * len(names)))
+        if rng.random() < 0.2:
+            runner.remove(str(rng.choice(names)))
+    # All but the step that is still in flight have reached the observer, once and in order.
+    assert [d for d, _ in runner.settled] == [o.decision for o in outcomes[: len(runner.settled)]]
+    assert len(runner.settled) >= len(outcomes) - 2
+    for (decision, accepted), outcome, sampled in zip(
+        runner.settled, outcomes, committed, strict=False
+    ):
+        assert accepted.tolist() == (sampled - 1).tolist()
+        if mode.trims:
+            assert decision.admitted.tolist() == outcome.lens.tolist()
+    if pin is not None and mode is not VerifyMode.STATIC:
+        for outcome in outcomes:
+            scheduled = int(outcome.decision.eligible.sum())
+            wanted = min(pin, scheduled) if isinstance(pin, int) else int(pin * scheduled)
+            admitted = outcome.lens if mode.trims else outcome.window
+            if mode is VerifyMode.UNIFORM:
+                assert admitted.sum() <= wanted
+                full = np.minimum(outcome.decision.eligible, admitted.max())
+                assert admitted.tolist() == full.tolist(), "one length for all"
+            else:
+                assert admitted.sum() == wanted
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.STATIC, VerifyMode.CAP_ACCEPT])
+def test_modes_that_do_not_trim_run_everything(mode: VerifyMode) -> None:
+    runner = started(mode, pin=0.5)
+    outcome = runner.step({"r0": GAMMA, "r1": 2, "r2": 0})
+    assert sorted(outcome.lens.tolist()) == [0, 2, GAMMA]
+    assert outcome.batch.num_scheduled_tokens.tolist() == (outcome.lens + 1).tolist()
+    window = outcome.window
+    assert window.dtype == np.int32
+    assert window.sum() == (3 if mode is VerifyMode.CAP_ACCEPT else 6)
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.HOST, VerifyMode.UNIFORM])
+def test_host_arrays_carry_what_runs(mode: VerifyMode) -> None:
+    runner = started(mode, pin=0.5)
+    outcome = runner.step(drafts_of(runner))
+    assert outcome.batch.num_scheduled_tokens.tolist() == (outcome.lens + 1).tolist()
+    assert outcome.batch.max_query_len == outcome.lens.max() + 1
+    assert outcome.lens.sum() == 6
+
+
+def test_without_a_cost_model_everything_is_verified() -> None:
+    for mode in VerifyMode:
+        runner = started(mode)
+        outcome = runner.step(drafts_of(runner))
+        assert outcome.lens.tolist() == [GAMMA] * 3
+        assert outcome.decision.plan.budget is None
+
+
+def test_the_live_block_gets_the_budget_where_it_can_be_read() -> None:
+    """The last block drafted says that only the third request is worth verifying."""
+    for mode in (VerifyMode.HOST, VerifyMode.DEVICE):
+        runner = started(mode, pin=GAMMA)
+        runner.step(drafts_of(runner), confidence=np.array([[0.1], [0.2], [0.99]]))
+        assert runner.step(drafts_of(runner)).lens.tolist() == [0, 0, GAMMA]
+
+
+@pytest.mark.parametrize("mode", TRIMMING)
+def test_the_arity_of_the_answer_follows_the_runner(mode: VerifyMode) -> None:
+    runner = started(mode, pin=3, answers_admitted=True)
+    runner.decide(drafts_of(runner))
+    runner.planner.compact_batch(
+        np.full(3, GAMMA, np.int32), np.full(3, GAMMA + 1, np.int32), np.arange(4, dtype=np.int32)
+    )
+    answer = runner.planner.reallocate_drafts(["r0", "r1", "r2"], torch.arange(3))
+    assert len(answer) == 4
+    assert answer[3] is None
+
+
+def test_a_decision_is_made_once_per_step() -> None:
+    runner = started(VerifyMode.HOST, pin=3)
+    runner.decide(drafts_of(runner))
+    with pytest.raises(AssertionError, match="one decision per step"):
+        runner.planner.reallocate_drafts(["r1", "r0", "r2"], torch.arange(3))
+
+
+# ---------------------------------------------------------------------- budget and live block
+
+
+@pytest.mark.parametrize("mode", TRIMMING)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_budget_does_not_see_the_live_block(mode: VerifyMode, on_gpu: bool) -> None:
+    """Histories that differ in the newest block only give the same budget; one step later not."""
+    rng = np.random.default_rng(5)
+    later_differs = 0
+    for _ in range(12):
+        history = [rng.uniform(0.2, 1.0, (3, GAMMA)) for _ in range(4)]
+        budgets: list[tuple[int, int]] = []
+        for live in (0.02, 0.98, float("nan")):
+            runner = Runner(mode, cost=COST)
+            if on_gpu:
+                runner.planner._live_host = False
+                runner.planner._lagged = runner.planner._latest
+            for slot in range(3):
+                runner.add(f"r{slot}", slot)
+            runner.prefill()
+            for confidence in history:
+                runner.step(drafts_of(runner), confidence)
+            runner.step(drafts_of(runner), confidence=live)
+            now = runner.decide(drafts_of(runner))
+            runner.planner._decision = None
+            runner.planner._awaiting.pop()
+            runner._record(["r0", "r1", "r2"], 0.5)
+            budgets.append((now, runner.decide(drafts_of(runner))))
+        assert len({now for now, _ in budgets}) == 1
+        later_differs += len({later for _, later in budgets}) > 1
+    assert later_differs > 0, "the block never mattered, so the test shows nothing"
+
+
+def test_lagged_values_split_the_budget_where_the_live_block_is_out_of_reach() -> None:
+    runner = started(VerifyMode.HOST, pin=GAMMA)
+    runner.planner._live_host = False
+    runner.planner._lagged = runner.planner._latest
+    runner.step(drafts_of(runner), confidence=np.array([[0.1], [0.2], [0.99]]))
+    runner.step(drafts_of(runner), confidence=np.array([[0.99], [0.2], [0.1]]))
+    assert runner.step(drafts_of(runner)).lens.tolist() == [0, 0, GAMMA]
+
+
+# ---------------------------------------------------------------------- rows in doubt
+
+
+def doubts(outcome: Outcome) -> dict[RowDoubt, int]:
+    return {doubt: rows for doubt, rows in outcome.decision.plan.doubts.items() if rows}
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.HOST, VerifyMode.DEVICE])
+def test_a_slot_with_a_new_owner_knows_nothing_of_the_old_one(mode: VerifyMode) -> None:
+    runner = started(mode, cost=COST)
+    runner.step(drafts_of(runner), confidence=0.05)
+    # The old owner's last step is still in flight when the slot changes hands.
+    runner.remove("r1")
+    runner.add("new", 1)
+    runner.prefill(0.9, ("new",))
+    outcome = runner.step(drafts_of(runner), confidence=0.05)
+    assert doubts(outcome) == {RowDoubt.FRESH: 1}
+    new = outcome.req_ids.index("new")
+    assert outcome.lens[new] == GAMMA
+    assert outcome.lens.sum() < 3 * GAMMA, "nobody else was trimmed"
+    assert doubts(runner.step(drafts_of(runner))) == {}
+
+
+def test_a_row_that_was_not_drafted_for_long_is_stale() -> None:
+    runner = started(VerifyMode.HOST, cost=COST)
+    others = {"r0": GAMMA, "r2": GAMMA}
+    for _ in range(MAX_AGE_STEPS + 1):
+        assert doubts(runner.step(others, confidence=0.3)) == {}
+    outcome = runner.step(drafts_of(runner), confidence=0.3)
+    assert doubts(outcome) == {RowDoubt.STALE: 1}
+    assert outcome.lens[outcome.req_ids.index("r1")] == GAMMA
+    runner.step(drafts_of(runner), confidence=0.3)
+    assert doubts(runner.step(drafts_of(runner), confidence=0.3)) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "doubt"),
+    [(float("nan"), RowDoubt.NON_FINITE), (float("inf"), RowDoubt.NON_FINITE), (1.5, None)],
+)
+@pytest.mark.parametrize("mode", list(VerifyMode))
+def test_values_that_mean_nothing_verify_everything_of_their_row(
+    mode: VerifyMode, value: float, doubt: RowDoubt | None
+) -> None:
+    runner = started(mode, cost=COST)
+    confidence = np.full((3, GAMMA), 0.05)
+    confidence[1, 2] = value
+    for _ in range(2):
+        runner.step(drafts_of(runner), confidence)
+    outcome = runner.step(drafts_of(runner), confidence)
+    assert outcome.lens[1] == GAMMA
+    if mode is not VerifyMode.STATIC:
+        assert doubts(outcome) == {doubt or RowDoubt.OUT_OF_RANGE: 1}
+
+
+@pytest.mark.parametrize("mode", list(VerifyMode))
+def test_without_confidences_everything_is_verified(mode: VerifyMode) -> None:
+    runner = started(mode, cost=COST, has_confidence=False)
+    outcome = runner.step(drafts_of(runner), confidence=float("nan"))
+    assert outcome.lens.tolist() == [GAMMA] * 3
+    assert outcome.decision.plan.reason is PlanReason.NO_CONFIDENCE
+
+
+@pytest.mark.parametrize("pin", [None, 1.0])
+@pytest.mark.parametrize("mode", TRIMMING)
+def test_placeholders_of_a_migrated_request_are_not_run(
+    mode: VerifyMode, pin: float | None
+) -> None:
+    """A request that arrives with its KV cache has drafts scheduled before it was ever drafted."""
+    runner = started(mode, pin=pin)
+    runner.add("moved", 5)
+    runner.states.num_computed_tokens_np[5] = PROMPT - 1
+    outcome = runner.step(drafts_of(runner))
+    moved = outcome.req_ids.index("moved")
+    assert outcome.lens[moved] == 0
+    assert outcome.lens.sum() == 3 * GAMMA
+    assert outcome.decision.samples[moved]
+
+
+@pytest.mark.parametrize("mode", list(VerifyMode))
+def test_a_prompt_chunk_beside_decodes(mode: VerifyMode) -> None:
+    runner = started(mode, pin=0.5)
+    runner.add("long", 4)
+    runner.states.prefill_len.np[4] = 100
+    outcome = runner.step({**drafts_of(runner), "long": 0}, base={"long": 32})
+    chunk = outcome.req_ids.index("long")
+    assert outcome.lens[chunk] == 0
+    assert not outcome.decision.samples[chunk]
+    assert outcome.decision.samples.sum() == 3
+
+
+# ---------------------------------------------------------------------- steps without drafts
+
+
+@pytest.mark.parametrize("mode", list(VerifyMode))
+def test_any_number_of_steps_without_drafts(mode: VerifyMode) -> None:
+    """A prompt of many chunks: blocks are published, and nobody asks for a decision."""
+    runner = started(mode, pin=0.5)
+    for _ in range(20):
+        runner.prefill(0.9)
+    outcome = runner.step(drafts_of(runner))
+    assert outcome.decision.step == runner.planner._relay.published - 1
+
+
+def test_decisions_meet_the_outcome_of_their_own_step() -> None:
+    runner = started(VerifyMode.HOST, pin=GAMMA)
+    runner.settled.clear()
+    numbers = iter([1, 2, 3, 1])
+    for _ in range(4):
+        count = next(numbers)
+        runner.step(drafts_of(runner), committed=lambda lens, n=count: min(n, lens + 1))
+        runner.prefill(0.9)
+    runner.step(drafts_of(runner))
+    got = [int(accepted.max()) for _, accepted in runner.settled][-4:]
+    assert got == [0, 1, 2, 0]
+
+
+def test_every_step_is_broadcast_even_if_it_has_nothing_to_decide() -> None:
+    """A rank that leaves out a collective hangs all others."""
+    messages: list[torch.Tensor] = []
+
+    def broadcast(packed: torch.Tensor) -> torch.Tensor:
+        messages.append(packed)
+        return packed
+
+    for mode in VerifyMode:
+        messages.clear()
+        runner = started(mode, pin=0, broadcast=broadcast)
+        runner.prefill(float("nan"))
+        runner.step({"r0": 0, "r1": 1, "r2": 0})
+        assert len(messages) == 5
+
+
+# ---------------------------------------------------------------------- limits of the host
+
+
+def test_device_lengths_stay_within_one_chunk_of_logits() -> None:
+    runner = started(VerifyMode.DEVICE, max_total_logits=3 * BONUS + 5)
+    assert runner.step(drafts_of(runner)).lens.sum() == 5
+
+
+def test_regimes_of_the_requests_reach_policy_and_observers() -> None:
+    asked: list[list[int]] = []
+
+    def regimes_of(slots: np.ndarray) -> np.ndarray:
+        asked.append(slots.tolist())
+        return slots % 2
+
+    runner = started(VerifyMode.HOST, pin=0.5, regimes_of=regimes_of)
+    runner.step({"r2": GAMMA, "r0": GAMMA})
+    runner.step(drafts_of(runner))
+    assert asked[-2:] == [[2, 0], [0, 1, 2]]
+    assert runner.settled[-1][0].regimes.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "pin", "expected"),
+    [
+        (VerifyMode.UNIFORM, 6, 3),
+        (VerifyMode.UNIFORM, 0, 1),
+        (VerifyMode.HOST, 5, None),
+        (VerifyMode.DEVICE, 0, 1),
+        (VerifyMode.CAP_ACCEPT, 6, None),
+        (VerifyMode.STATIC, 6, None),
+    ],
+)
+def test_the_uniform_query_length_of_a_trimmed_step(
+    mode: VerifyMode, pin: int, expected: int | None
+) -> None:
+    runner = started(mode, pin=pin)
+    # Unequal confidences, so that a ragged split is ragged.
+    runner.step(drafts_of(runner), confidence=np.array([[0.1], [0.5], [0.99]]))
+    assert runner.planner.uniform_query_len is None, "between steps nothing is decided"
+    runner.decide(drafts_of(runner))
+    assert runner.planner.uniform_query_len == expected
+
+
+def test_the_replayed_graph_is_noted_and_eager_is_not() -> None:
+    runner = started(VerifyMode.UNIFORM, pin=6)
+    runner.decide(drafts_of(runner))
+    decision = runner.planner._decision
+    runner.planner.dispatched(SimpleNamespace(cg_mode=CUDAGraphMode.NONE, num_tokens=9))
+    assert decision.graph_tokens is None
+    runner.planner.dispatched(SimpleNamespace(cg_mode=CUDAGraphMode.FULL, num_tokens=12))
+    assert decision.graph_tokens == 12
