@@ -98,15 +98,29 @@ def configuration(
     """As much of a host configuration as is read; `dspark` are the plugin's options."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
-            method=method, num_speculative_tokens=7, enable_adaptive_verification=False
+            method=method,
+            num_speculative_tokens=7,
+            enable_adaptive_verification=False,
+            draft_sample_method="greedy",
         ),
         additional_config={"dspark": {"metrics": False, **dspark}},
         compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full_graphs)
+            cudagraph_mode=SimpleNamespace(
+                has_full_cudagraphs=lambda: full_graphs, name="FULL" if full_graphs else "NONE"
+            ),
+            cudagraph_capture_sizes=[1, 2, 4],
+        ),
+        model_config=SimpleNamespace(
+            model="target",
+            dtype="torch.bfloat16",
+            hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=8, model_type="qwen3"),
         ),
         lora_config=object() if lora else None,
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_index=0,
+            tensor_parallel_size=1,
         ),
     )
 
@@ -346,7 +360,9 @@ def create_manager(runner: ModuleType, config: Any, **changes: Any) -> Any:
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed import parallel_state
 
-    group = SimpleNamespace(rank_in_group=0, broadcast_object=lambda value, src: value)
+    group = SimpleNamespace(
+        rank_in_group=0, world_size=1, broadcast_object=lambda value, src: value
+    )
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
 
 

@@ -20,9 +20,11 @@ from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.policy import PolicyConfig
 from vllm_dspark.core.survival import RowDoubt
 from vllm_dspark.core.tiers import ExecMode
+from vllm_dspark.engine.agreement import Agreement
 from vllm_dspark.engine.assembly import _SEARCH
 from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.planner import MAX_AGE_STEPS, StepDecision, StepPlanner
+from vllm_dspark.parallel.tp_sync import HostPlan, TpSync
 
 GAMMA, SLOTS, BONUS, PROMPT = 4, 6, 1, 5
 TRIMMING = [VerifyMode.HOST, VerifyMode.UNIFORM, VerifyMode.DEVICE]
@@ -58,7 +60,7 @@ class Runner:
             for name in (
                 "answers_admitted",
                 "has_confidence",
-                "broadcast",
+                "agreement",
                 "max_total_logits",
                 "regimes_of",
             )
@@ -71,6 +73,7 @@ class Runner:
             req_id_to_index={},
             num_computed_tokens_np=np.zeros(SLOTS, np.int32),
             prefill_len=SimpleNamespace(np=np.full(SLOTS, PROMPT, np.int32)),
+            draft_tokens=torch.zeros(SLOTS, GAMMA, dtype=torch.int64),
         )
         self.query_start_loc = torch.full((SLOTS + 1,), -1, dtype=torch.int32)
         self.settled: list[tuple[StepDecision, np.ndarray]] = []
@@ -468,20 +471,38 @@ def test_decisions_meet_the_outcome_of_their_own_step() -> None:
     assert got == [0, 1, 2, 0]
 
 
-def test_every_step_is_broadcast_even_if_it_has_nothing_to_decide() -> None:
+class Counted(TpSync):
+    """Counts what each message is about; every value stays this rank's."""
+
+    def __init__(self) -> None:
+        group = SimpleNamespace(rank_in_group=0, world_size=2, ranks=[0, 1])
+        super().__init__(group)
+        self.messages: list[str] = []
+
+    def agree_block(self, rows: torch.Tensor, gamma: int) -> torch.Tensor:
+        self.messages.append("block")
+        return rows
+
+    def agree_plan(self, step: int, plan: HostPlan, num_reqs: int) -> HostPlan:
+        self.messages.append("plan")
+        return plan
+
+    def agree_split(
+        self, lens: torch.Tensor | None, drafts: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self.messages.append("split")
+        return lens, drafts
+
+
+@pytest.mark.parametrize("mode", VerifyMode)
+def test_every_step_enters_every_sync_even_if_it_has_nothing_to_decide(mode: VerifyMode) -> None:
     """A rank that leaves out a collective hangs all others."""
-    messages: list[torch.Tensor] = []
-
-    def broadcast(packed: torch.Tensor) -> torch.Tensor:
-        messages.append(packed)
-        return packed
-
-    for mode in VerifyMode:
-        messages.clear()
-        runner = started(mode, pin=0, broadcast=broadcast)
-        runner.prefill(float("nan"))
-        runner.step({"r0": 0, "r1": 1, "r2": 0})
-        assert len(messages) == 5
+    sync = Counted()
+    runner = started(mode, pin=0, agreement=Agreement(sync))
+    runner.prefill(float("nan"))
+    runner.step({"r0": 0, "r1": 1, "r2": 0})
+    planned = ["plan", "split", "block"]
+    assert sync.messages == ["block", *planned, *planned, "block", *planned]
 
 
 # ---------------------------------------------------------------------- limits of the host

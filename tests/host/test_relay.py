@@ -9,8 +9,10 @@ import torch
 from stand_ins import StandInEvent
 
 from vllm_dspark.engine.relay import BlockRelay, Landed
+from vllm_dspark.parallel.block_rows import BlockRows
 
 GAMMA, SLOTS = 3, 4
+ROWS = BlockRows(GAMMA)
 CPU = torch.device("cpu")
 
 
@@ -18,64 +20,69 @@ CPU = torch.device("cpu")
 def stand_ins(cuda_stand_ins: None) -> None: ...
 
 
-def publish(relay: BlockRelay, value: float, slots: tuple[int, ...] = (2, 0)) -> torch.Tensor:
+def pack(
+    confidence: torch.Tensor, num_sampled: torch.Tensor, verified: torch.Tensor | None = None
+) -> torch.Tensor:
+    count = len(confidence)
+    drafts = torch.arange(count * GAMMA).view(count, GAMMA)
+    return ROWS.pack(count, CPU, confidence, num_sampled, verified, drafts)
+
+
+def step_rows(value: float, count: int = 2) -> torch.Tensor:
     """A step whose every number is told by `value`."""
-    rows = len(slots)
-    return relay.publish(
-        np.array(slots),
-        torch.full((rows, GAMMA), value),
-        torch.full((rows,), int(value * 10), dtype=torch.int32),
-        torch.full((rows,), -1, dtype=torch.int64),
-        GAMMA,
-    )
+    sampled = torch.full((count,), int(value * 10), dtype=torch.int32)
+    return pack(torch.full((count, GAMMA), value), sampled)
+
+
+def publish(relay: BlockRelay, value: float, slots: tuple[int, ...] = (2, 0)) -> None:
+    relay.publish(np.array(slots), GAMMA, step_rows(value, len(slots)))
 
 
 def test_what_lands_is_what_was_published() -> None:
-    relay = BlockRelay(SLOTS, GAMMA, CPU)
+    relay = BlockRelay(SLOTS, ROWS, CPU)
     confidence = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]])
-    agreed = relay.publish(
-        np.array([3, 1]), confidence, torch.tensor([4, 1]), torch.tensor([3, -1]), 2
-    )
-    assert torch.equal(agreed, confidence)
+    rows = pack(confidence, torch.tensor([4, 1]), torch.tensor([3, -1]))
+    relay.publish(np.array([3, 1]), 2, rows)
     (landed,) = relay.collect(0)
     assert (landed.step, landed.width) == (0, 2)
     assert landed.slots.tolist() == [3, 1]
-    assert np.array_equal(landed.confidence, confidence.numpy())
-    assert landed.confidence.dtype == np.float32
-    assert landed.num_sampled.tolist() == [4, 1]
-    assert landed.verified.tolist() == [3, -1]
+    assert np.array_equal(landed.agreed.confidence, confidence.numpy())
+    assert landed.agreed.confidence.dtype == np.float32
+    assert landed.agreed.num_sampled.tolist() == [4, 1]
+    assert landed.agreed.verified.tolist() == [3, -1]
+    assert landed.agreed.drafts.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert landed.own is landed.agreed
 
 
 def test_sources_may_be_rewritten_right_after() -> None:
     """Confidences, counts and slots live in buffers that the next replay overwrites."""
-    relay = BlockRelay(SLOTS, GAMMA, CPU)
+    relay = BlockRelay(SLOTS, ROWS, CPU)
     slots = np.array([1, 2])
     confidence = torch.full((2, GAMMA), 0.5)
     sampled, verified = torch.tensor([2, 3]), torch.tensor([1, 1])
-    agreed = relay.publish(slots, confidence, sampled, verified, GAMMA)
+    relay.publish(slots, GAMMA, pack(confidence, sampled, verified))
     confidence.fill_(0.125)
     sampled.zero_()
     verified.fill_(-7)
     slots[:] = 0
     (landed,) = relay.collect(0)
-    assert (landed.confidence == 0.5).all()
-    assert landed.num_sampled.tolist() == [2, 3]
-    assert landed.verified.tolist() == [1, 1]
+    assert (landed.agreed.confidence == 0.5).all()
+    assert landed.agreed.num_sampled.tolist() == [2, 3]
+    assert landed.agreed.verified.tolist() == [1, 1]
     assert landed.slots.tolist() == [1, 2]
-    assert (agreed == 0.5).all()
 
 
 def test_what_was_read_survives_the_reuse_of_its_buffer() -> None:
-    relay = BlockRelay(SLOTS, GAMMA, CPU, depth=1)
+    relay = BlockRelay(SLOTS, ROWS, CPU, depth=1)
     publish(relay, 0.25)
     (first,) = relay.collect(0)
     publish(relay, 0.75)
-    assert (first.confidence == 0.25).all()
-    assert (first.num_sampled == 2).all()
+    assert (first.agreed.confidence == 0.25).all()
+    assert (first.agreed.num_sampled == 2).all()
 
 
 def test_steps_are_read_in_order_but_for_the_newest() -> None:
-    relay = BlockRelay(SLOTS, GAMMA, CPU)
+    relay = BlockRelay(SLOTS, ROWS, CPU)
     read: list[Landed] = []
     for step in range(7):
         publish(relay, step / 8)
@@ -83,14 +90,16 @@ def test_steps_are_read_in_order_but_for_the_newest() -> None:
         assert [landed.step for landed in read] == list(range(step - 1))
     read += relay.collect(0)
     assert [landed.step for landed in read] == list(range(7))
-    assert [float(landed.confidence[0, 0]) for landed in read] == [step / 8 for step in range(7)]
+    assert [float(landed.agreed.confidence[0, 0]) for landed in read] == [
+        step / 8 for step in range(7)
+    ]
     assert list(relay.collect(0)) == []
     assert relay.published == 7
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_full_ring_is_an_error_and_not_an_overwrite(depth: int) -> None:
-    relay = BlockRelay(SLOTS, GAMMA, CPU, depth=depth)
+    relay = BlockRelay(SLOTS, ROWS, CPU, depth=depth)
     for step in range(depth):
         publish(relay, step / 8)
     with pytest.raises(RuntimeError, match=f"{depth} steps published and none collected"):
@@ -116,7 +125,7 @@ def test_reading_waits_for_the_copy_and_never_asks_whether_it_is_done(
             raise AssertionError("the state of a copy decided something")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    relay = BlockRelay(SLOTS, GAMMA, CPU)
+    relay = BlockRelay(SLOTS, ROWS, CPU)
     publish(relay, 0.5)
     publish(relay, 0.5)
     list(relay.collect(1))
@@ -128,38 +137,37 @@ def test_reading_waits_for_the_copy_and_never_asks_whether_it_is_done(
 def test_the_copy_stream_waits_for_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
     producer = object()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: producer)
-    relay = BlockRelay(SLOTS, GAMMA, CPU)
+    relay = BlockRelay(SLOTS, ROWS, CPU)
     publish(relay, 0.5)
     assert relay._stream.waited_for == [producer]
 
 
-def test_every_step_is_broadcast_once_and_everybody_reads_the_answer() -> None:
-    sent: list[torch.Tensor] = []
-
-    def from_rank_0(packed: torch.Tensor) -> torch.Tensor:
-        sent.append(packed.clone())
-        return torch.full_like(packed, 3.0)
-
-    relay = BlockRelay(SLOTS, GAMMA, CPU, broadcast=from_rank_0)
-    for value, slots in ((0.5, (0, 1)), (float("nan"), (0,)), (0.25, (2, 1, 0))):
-        agreed = publish(relay, value if value == value else 0.0, slots)
-        assert (agreed == 3.0).all()
-    # One message per step, whatever the batch holds: confidences and both counts together.
-    assert [tuple(packed.shape) for packed in sent] == [(2, 5), (1, 5), (3, 5)]
-    assert sent[0][:, :GAMMA].eq(0.5).all()
-    for landed in relay.collect(0):
-        assert (landed.confidence == 3.0).all()
-        assert (landed.num_sampled == 3).all()
+def test_the_own_rows_of_a_rank_land_beside_the_groups() -> None:
+    relay = BlockRelay(SLOTS, ROWS, CPU, keeps_own=True)
+    relay.publish(np.array([1, 3]), GAMMA, step_rows(0.5), step_rows(0.25))
+    (landed,) = relay.collect(0)
+    assert (landed.agreed.confidence == 0.5).all()
+    assert (landed.own.confidence == 0.25).all()
+    assert landed.own.num_sampled.tolist() == [2, 2]
 
 
 def test_doubtful_values_travel_as_they_are() -> None:
-    relay = BlockRelay(SLOTS, GAMMA, CPU)
+    relay = BlockRelay(SLOTS, ROWS, CPU)
     odd = torch.tensor([[float("nan"), float("inf"), -1.0]])
-    relay.publish(np.array([0]), odd, torch.tensor([1]), torch.tensor([-1]), GAMMA)
+    relay.publish(np.array([0]), GAMMA, pack(odd, torch.tensor([1])))
     (landed,) = relay.collect(0)
-    assert np.array_equal(landed.confidence, odd.numpy(), equal_nan=True)
+    assert np.array_equal(landed.agreed.confidence, odd.numpy(), equal_nan=True)
+
+
+def test_no_confidences_are_doubtful_ones() -> None:
+    relay = BlockRelay(SLOTS, ROWS, CPU)
+    drafts = torch.zeros(2, GAMMA, dtype=torch.int64)
+    relay.publish(np.array([0, 1]), GAMMA, ROWS.pack(2, CPU, None, None, None, drafts))
+    (landed,) = relay.collect(0)
+    assert np.isnan(landed.agreed.confidence).all()
+    assert landed.agreed.num_sampled.tolist() == [0, 0]
 
 
 def test_an_empty_ring_yields_nothing() -> None:
-    relay: Any = BlockRelay(SLOTS, GAMMA, CPU)
+    relay: Any = BlockRelay(SLOTS, ROWS, CPU)
     assert list(relay.collect(0)) == list(relay.collect(5)) == []

@@ -15,6 +15,7 @@ from vllm_dspark.core.draft_width import WidthChoice
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.policy import PolicyConfig, SearchMode
 from vllm_dspark.engine.accounting import start_accounting
+from vllm_dspark.engine.agreement import Agreement
 from vllm_dspark.engine.cost_learning import CostLearning
 from vllm_dspark.engine.deployment import fingerprint_of
 from vllm_dspark.engine.graphs import VerifyGraphManager
@@ -23,6 +24,9 @@ from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.planner import Observer, OrderRequests, RegimesOf, StepPlanner
 from vllm_dspark.engine.session import Session
 from vllm_dspark.metrics import MetricsWriter
+from vllm_dspark.parallel.consensus import open_checker
+from vllm_dspark.parallel.decision_log import open_decision_log
+from vllm_dspark.parallel.tp_sync import DEFAULT_SITES, SyncSite, open_tp_sync
 
 logger = logging.getLogger("vllm.dspark")
 
@@ -84,7 +88,41 @@ def build_planner(
         has_confidence=session.has_confidence,
         widths=WidthChoice(session.widths),
         share=share,
+        agreement=open_agreement(session, get_tp_group(), host["vllm_config"].speculative_config),
     )
+
+
+def open_agreement(session: Session, group: Any, speculative_config: Any) -> Agreement:
+    """How the ranks of ``group`` take one decision; every rank calls this."""
+    writer, config = session.writer, session.config
+    assert writer is not None, "made before the planner"
+    protocol = config.tp_sync
+    if session.mode is VerifyMode.STATIC and protocol != "audit":
+        # Every draft is verified; there is nothing to agree on.
+        protocol = "off"
+    return Agreement(
+        open_tp_sync(
+            protocol,
+            group,
+            _sites(session, speculative_config),
+            on_sync=writer.observe_sync,
+            on_disagreement=writer.observe_disagreement,
+        ),
+        open_checker(config.tp_sync, config.consensus_interval, group, writer.observe_disagreement),
+        open_decision_log(group.rank_in_group),
+    )
+
+
+def _sites(session: Session, speculative_config: Any) -> frozenset[SyncSite] | None:
+    """Sites that are synced; None for the protocol's own.
+
+    Probabilistic drafting keeps the draft's distribution per rank. A rank whose drafts were
+    replaced would reject by the wrong one, so there the accepted tokens come from rank 0 as well.
+    """
+    greedy = speculative_config.draft_sample_method == "greedy"
+    if greedy or session.config.tp_sync == "audit":
+        return None
+    return DEFAULT_SITES | {SyncSite.ACCEPT}
 
 
 def policy_of(config: DSparkConfig, mode: VerifyMode) -> PolicyConfig:

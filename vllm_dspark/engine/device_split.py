@@ -7,6 +7,7 @@ the newest confidences, without the host waiting for them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,9 @@ from vllm_dspark.kernels.allocate import allocate
 
 if TYPE_CHECKING:
     from vllm_dspark.engine.planner import StepDecision
+
+AgreeSplit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""The group's lengths ``[num_reqs]`` for this rank's and the batch's slots."""
 
 
 class DeviceSplit:
@@ -41,6 +45,7 @@ class DeviceSplit:
         idx_mapping: torch.Tensor,
         num_bonus: int,
         query_start_loc: torch.Tensor,
+        agree: AgreeSplit,
     ) -> torch.Tensor:
         """Split the decided budget, fill ``query_start_loc``; returns logit offsets."""
         count = len(decision.req_ids)
@@ -48,7 +53,7 @@ class DeviceSplit:
         if not bool((decision.eligible == self._gamma).all() and (decision.base_lens == 1).all()):
             both = np.stack([decision.eligible, decision.base_lens]).astype(np.int32)
             lens, base = async_tensor_h2d(both, device=idx_mapping.device)
-        self._admitted, cu_num_logits = allocate(
+        own, cu_num_logits = allocate(
             self._live,
             idx_mapping,
             lens,
@@ -58,6 +63,11 @@ class DeviceSplit:
             decision.num_tokens,
             query_start_loc,
         )
+        self._admitted = agree(own, idx_mapping)
+        if self._admitted is not own:
+            # The group's lengths have the same sum, so entries past the batch stay as they are.
+            torch.cumsum(base + self._admitted, 0, out=query_start_loc[1 : count + 1])
+            torch.cumsum(self._admitted + num_bonus, 0, out=cu_num_logits[1:])
         return cu_num_logits
 
     def warm(self) -> None:

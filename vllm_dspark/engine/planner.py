@@ -30,10 +30,12 @@ from vllm_dspark.core.plan import StepInput, VerifyPlan
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.survival import RowDoubt, assess_rows
 from vllm_dspark.core.tiers import ExecMode
+from vllm_dspark.engine.agreement import Agreement
 from vllm_dspark.engine.device_split import DeviceSplit, even_split
 from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.profile import StartupProfile, describe
 from vllm_dspark.engine.relay import BlockRelay, Landed
+from vllm_dspark.parallel.block_rows import BlockRows
 
 LAG_STEPS = 1
 MAX_AGE_STEPS = 8
@@ -114,9 +116,9 @@ class StepPlanner:
         observers: receive every decision once its outcome is known.
         regimes_of: sampling regimes of request slots; None if there is only one.
         has_confidence: the draft publishes confidences; without them everything is verified.
-        broadcast: makes the published results of all ranks equal, see ``BlockRelay``.
         share: rank 0's object on every rank; start-up only.
         widths: chooses the width of the next block; None drafts gamma slots.
+        agreement: makes the decisions of all ranks one; None for a group of one.
     """
 
     def __init__(
@@ -132,9 +134,9 @@ class StepPlanner:
         observers: Sequence[Observer] = (),
         regimes_of: RegimesOf | None = None,
         has_confidence: bool = True,
-        broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
         share: Callable[[Any], Any] = lambda value: value,
         widths: WidthChoice | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self.core = core
         self.mode = mode
@@ -152,7 +154,10 @@ class StepPlanner:
         self._profile: StartupProfile | None = None
         gamma, slots = req_states.num_speculative_steps, req_states.max_num_reqs
         self._gamma = gamma
-        self._relay = BlockRelay(slots, gamma, req_states.device, broadcast=broadcast)
+        self._agreement = agreement or Agreement()
+        self._rows = BlockRows(gamma)
+        own = self._agreement.keeps_own_rows
+        self._relay = BlockRelay(slots, self._rows, req_states.device, own)
         self._live_host = req_states.device.type == "cpu"
         self._latest = _SlotTable(slots, gamma)
         # Elsewhere nothing newer than what the budget may see ever reaches the host.
@@ -182,6 +187,7 @@ class StepPlanner:
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
         """Decide the step; returns the tokens that will run."""
+        self._agreement.begin_step()
         self._clock.tick(self._awaiting, self._relay.published)
         self._read_results()
         req_ids = self._order(num_tokens_per_req, draft_tokens, self._gamma + self._bonus)
@@ -234,8 +240,10 @@ class StepPlanner:
             draft_width=self.draft_width,
             time_s=time.time(),
         )
-        self._awaiting.append(self._decision)
         self._size_next_block(confidence, state, self._decision)
+        self._agreement.plan(self._decision, confidence)
+        self.draft_width = self._decision.draft_width
+        self._awaiting.append(self._decision)
         return self._decision.num_tokens
 
     def _size_next_block(
@@ -351,16 +359,23 @@ class StepPlanner:
         decision = self._decision
         assert decision is not None and decision.req_ids == req_ids, "one decision per step"
         self._decision, self._running = None, decision
+        self._agreement.decided(decision)
         lens = decision.host_lens
         if lens is None:
             assert self._split is not None
             cu_num_logits = self._split.spend(
-                decision, idx_mapping, self._bonus, self._query_start_loc
+                decision, idx_mapping, self._bonus, self._query_start_loc, self._agree_split
             )
         else:
+            self._agree_split(None, idx_mapping)
             cu_num_logits = async_tensor_h2d(self._logit_offsets(lens), device=idx_mapping.device)
         answer = (cu_num_logits, self._query_start_loc, decision.running_drafts)
         return (*answer, None) if self._answers_admitted else answer
+
+    def _agree_split(
+        self, lens: torch.Tensor | None, idx_mapping: torch.Tensor
+    ) -> torch.Tensor | None:
+        return self._agreement.split(lens, self._states.draft_tokens, idx_mapping)
 
     def make_exact(self, input_batch: Any) -> None:
         """Put the lengths that run where the host left what was scheduled.
@@ -385,29 +400,36 @@ class StepPlanner:
 
     # ------------------------------------------------------------------ results
 
+    def agree_accept(self, output: Any) -> Any:
+        """The group's sampler output."""
+        return self._agreement.accept(output)
+
     def committed(self, num_sampled: torch.Tensor) -> None:
         """Tokens committed per request ``[num_reqs]`` by the verification of the running step."""
         self._num_sampled = num_sampled
 
-    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+    def record_confidences(self, confidence_probs: torch.Tensor | None, input_batch: Any) -> None:
         """Publish the block that was just drafted and what its step committed."""
         # Steps without drafts ask for no plan; their results must not pile up unread either.
         self._read_results()
         self._running = None
-        count = input_batch.num_reqs
-        none = torch.zeros(count, dtype=torch.int32, device=confidence_probs.device)
+        count, slots = input_batch.num_reqs, input_batch.idx_mapping
         num_sampled, self._num_sampled = self._num_sampled, None
-        verified = self._split.take_admitted() if self._split is not None else None
-        agreed = self._relay.publish(
-            input_batch.idx_mapping_np,
-            confidence_probs[:count],
-            none if num_sampled is None else num_sampled,
-            none - 1 if verified is None else verified,
-            self.draft_width,
+        own = self._rows.pack(
+            count,
+            self._states.device,
+            None if confidence_probs is None else confidence_probs[:count],
+            num_sampled,
+            self._split.take_admitted() if self._split is not None else None,
+            self._states.draft_tokens[slots],
         )
+        agreed = self._agreement.block(own, self._rows, self._states.draft_tokens, slots)
+        published = (agreed, own) if self._agreement.keeps_own_rows else (agreed,)
+        self._relay.publish(input_batch.idx_mapping_np, self.draft_width, *published)
         self._block_width[input_batch.idx_mapping_np] = self.draft_width
         if self._split is not None:
-            self._split.store(input_batch.idx_mapping, agreed)
+            self._split.store(slots, self._rows.confidence(agreed))
+        self._agreement.end_step()
 
     def _read_results(self) -> None:
         """Take in every step that is old enough, in order."""
@@ -433,15 +455,16 @@ class StepPlanner:
 
     def _settle(self, landed: Landed) -> None:
         """Match a step's outcome with its decision."""
+        self._agreement.landed(landed)
         while self._awaiting and self._awaiting[0].step < landed.step:
             self._awaiting.popleft()
         if not self._awaiting or self._awaiting[0].step != landed.step:
             return
         decision = self._awaiting.popleft()
         if decision.admitted is None:
-            decision.admitted = landed.verified
+            decision.admitted = landed.agreed.verified
         decision.predicted = self._latest.peek(decision.slots, decision.step)
-        accepted = np.maximum(landed.num_sampled - 1, 0)
+        accepted = np.maximum(landed.agreed.num_sampled - 1, 0)
         for observer in self._observers:
             observer(decision, accepted)
 
@@ -516,7 +539,7 @@ class _SlotTable:
         # A step that ran before the slot changed hands says nothing of the new owner.
         mine = self._owner_since[landed.slots] <= landed.step
         slots = landed.slots[mine]
-        self._confidence[slots] = landed.confidence[mine]
+        self._confidence[slots] = landed.agreed.confidence[mine]
         self._confidence[slots, landed.width :] = typical[landed.width :]
         self._step[slots] = landed.step
         self._width[slots] = landed.width

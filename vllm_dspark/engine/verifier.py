@@ -40,6 +40,7 @@ class Verifier(RejectionSampler):
             window = planner.take_window(input_batch.req_ids)
             if window is not None:
                 output = cap(output, async_tensor_h2d(window, device=output.num_sampled.device))
+        output = planner.agree_accept(output)
         planner.committed(output.num_sampled)
         return output
 

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consensus checker: finds the step, names the ranks, and never waits for ever."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launcher import Launcher
+
+from vllm_dspark.parallel.consensus import EXIT_CODE, ConsensusOptions
+
+SLACK_STEPS = 10
+
+
+@pytest.mark.parametrize("interval", [1, 7, 32])
+def test_equal_ranks_are_left_alone(ranks: Launcher, interval: int) -> None:
+    for ending in ranks.run(2, "check_decisions", interval=interval, steps=200):
+        assert ending.result == {"reached": 200, "counter": {}}
+
+
+def test_an_idle_group_is_left_alone(ranks: Launcher) -> None:
+    """Longer than any rank may be silent; the interval is not full when the pause begins."""
+    for ending in ranks.run(2, "check_decisions", interval=7, steps=60, pauses_at=30):
+        assert ending.result == {"reached": 60, "counter": {}}, ending.log
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("interval", [1, 7, 32])
+def test_a_difference_stops_all_ranks(
+    ranks: Launcher, interval: int, world: int, tmp_path: Path
+) -> None:
+    endings = ranks.run(
+        world,
+        "check_decisions",
+        interval=interval,
+        steps=2000,
+        differs_at=50,
+        folder=str(tmp_path),
+    )
+    for ending in endings:
+        result = ending.result
+        assert result["error"] == "ConsensusError", ending.log
+        assert (result["step"], result["ranks"]) == (50, [0, world - 1])
+        assert "differ in budget" in result["message"]
+        assert 50 <= result["reached"] <= 50 + 2 * interval + SLACK_STEPS
+        budgets = {r: json.loads(text)["budget"] for r, text in result["values"].items()}
+        assert budgets == {str(r): 10 + (r == world - 1) for r in range(world)}
+    dumps = sorted(tmp_path.glob("dspark-steps-*.jsonl"))
+    assert len(dumps) == world
+    records = [json.loads(line) for line in dumps[0].read_text().splitlines()]
+    steps = [record["step"] for record in records if record["kind"] == "decision"]
+    assert 50 in steps and steps == sorted(steps)
+
+
+def test_a_last_difference_is_found_without_a_full_interval(ranks: Launcher) -> None:
+    endings = ranks.run(
+        2, "check_decisions", interval=1000, steps=51, differs_at=50, hangs_at=50, limit_s=20.0
+    )
+    for ending in endings:
+        assert ending.how == f"exit {EXIT_CODE}", ending.log
+        assert "step 50: ranks 0 and 1" in ending.log
+        assert "hangs in its step and cannot raise" in ending.log
+        assert "rank_programs.py" in ending.log, "no stacks of the main thread"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_silent_rank_is_named(ranks: Launcher, world: int) -> None:
+    endings = ranks.run(
+        world, "check_decisions", interval=5, steps=400, stays_away_at=100, limit_s=25.0
+    )
+    for ending in endings[:-1]:
+        assert ending.result["error"] == "PeerError", ending.log
+        assert f"no answer from rank {world - 1}" in ending.result["message"]
+        assert ending.result["ranks"] == [world - 1]
+
+
+def test_an_audit_counts_by_site(ranks: Launcher) -> None:
+    endings = ranks.run(2, "check_decisions", interval=4, steps=100, differs_at=50, stops=False)
+    assert endings[0].result == {"reached": 100, "counter": {}}
+    assert endings[1].result == {"reached": 100, "counter": {"plan": 1}}
+
+
+@pytest.mark.parametrize("name", ["interval", "timeout_s", "flush_s", "grace_s"])
+def test_options_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        ConsensusOptions(**{"interval": 1, name: 0})

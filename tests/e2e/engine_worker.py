@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM engine in a process of its own, driven by JSON lines (see `engines.py`).
+
+The engine core runs in this process, so that a test can look at the plugin's counters, move the
+budget pin between two runs, and plant a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+class Worker:
+    """Answers calls on an engine that it owns."""
+
+    def __init__(self, engine: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**engine)
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """Outputs of every request, in order; all of them are in the engine at once."""
+        prompts = [
+            {"prompt_token_ids": request["prompt"]}
+            if isinstance(request["prompt"], list)
+            else request["prompt"]
+            for request in requests
+        ]
+        params = [_sampling_params(request["sampling"]) for request in requests]
+        finished = self._llm.generate(prompts, params, use_tqdm=False)
+        return [[_as_json(answer, choice) for choice in answer.outputs] for answer in finished]
+
+    def pin(self, budget: int | float | None) -> None:
+        """Fix the verify budget from now on; None lets the policy choose again."""
+        from dataclasses import replace
+
+        core = _planner().core
+        core.policy = replace(core.policy, pin=budget)
+
+    def mode(self) -> str:
+        return str(_session().mode)
+
+    def pieces(self) -> dict[str, str]:
+        """Modules of the classes that serve this engine, by what they do."""
+        executor = self._llm.llm_engine.engine_core.engine_core.model_executor
+        runner = executor.driver_worker.worker.model_runner
+        served = {
+            "drafts": runner.speculator,
+            "plans": runner.adaptive_verification,
+            "verifies": runner.rejection_sampler,
+        }
+        return {task: type(piece).__module__ for task, piece in served.items() if piece is not None}
+
+    def counters(self) -> dict[str, float]:
+        """Counters of the engine and of the plugin, labels left out and summed over."""
+        totals: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is not None:
+                totals[metric.name] = totals.get(metric.name, 0.0) + value
+        session = _session(required=False)
+        if session is not None and session.writer is not None:
+            _planner()._read_results()
+            for series, value in session.writer.snapshot().items():
+                name = str(series).partition("{")[0]
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    def plant(self, fault: str | None) -> None:
+        """Break the verification rule on purpose; None repairs it.
+
+        keep-rejected: a block whose first draft is rejected commits that draft instead of the
+        token drawn in its place.
+        """
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+        current = rejection_sampler.rejection_sample
+        sound = getattr(current, "sound", current)
+        rejection_sampler.rejection_sample = sound
+        if fault == "keep-rejected":
+            rejection_sampler.rejection_sample = _keep_rejected(sound)
+        elif fault is not None:
+            raise ValueError(f"fault={fault!r}: allowed: 'keep-rejected' or None")
+
+
+def _keep_rejected(sound: Any) -> Any:
+    def rejection_sample(
+        target_logits: Any,
+        draft_logits: Any,
+        drafts: Any,
+        cu_num_logits: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        sampled, num_sampled = sound(
+            target_logits, draft_logits, drafts, cu_num_logits, *args, **kw
+        )
+        starts, ends = cu_num_logits[:-1].tolist(), cu_num_logits[1:].tolist()
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if end - start > 1 and num_sampled[row] == 1:
+                sampled[row, 0] = drafts[start + 1]
+        return sampled, num_sampled
+
+    rejection_sample.sound = sound
+    return rejection_sample
+
+
+def _session(required: bool = True) -> Any:
+    from vllm_dspark.engine import session
+
+    sessions = list(session._sessions.values())
+    if not sessions and not required:
+        return None
+    (only,) = sessions
+    return only
+
+
+def _planner() -> Any:
+    return _session().planner
+
+
+def _sampling_params(options: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = dict(options)
+    structured = given.pop("structured", None)
+    if structured is not None:
+        given["structured_outputs"] = StructuredOutputsParams(**structured)
+    return SamplingParams(**given)
+
+
+def _as_json(answer: Any, choice: Any) -> dict[str, Any]:
+    logprobs = None
+    if choice.logprobs is not None:
+        logprobs = [
+            sorted(([token, entry.logprob] for token, entry in place.items()), key=lambda e: -e[1])
+            for place in choice.logprobs
+        ]
+    return {
+        "prompt_ids": list(answer.prompt_token_ids),
+        "token_ids": list(choice.token_ids),
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+        "cached_tokens": answer.num_cached_tokens,
+        "logprobs": logprobs,
+    }
+
+
+def main() -> None:
+    # Whatever the engine prints goes to the log; the pipe carries answers only.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    worker = Worker(json.loads(sys.stdin.readline()))
+    answer({"result": "ready"})
+    for line in sys.stdin:
+        call = json.loads(line)
+        try:
+            answer({"result": getattr(worker, call["name"])(*call["arguments"])})
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+            raise
+
+
+if __name__ == "__main__":
+    main()

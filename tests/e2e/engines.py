@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with the demo pair, each in a process of its own, for tests that compare tokens.
+
+A process per engine keeps global state apart and makes a hang a failure: every call has a limit,
+after which the process reports its stacks and dies, and the error carries its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from vllm_dspark.cli.demo import DEMO_FOLDER
+from vllm_dspark.cli.traffic import first_difference, read_prompts
+
+GAMMA = 7
+COMPARED_PROMPTS, COMPARED_TOKENS = 64, 24
+START_LIMIT_S = 240.0
+CALL_LIMIT_S = 300.0
+LOG_TAIL = 6000
+# The engines compute in float32: only rounding of the last bits may change places.
+NEAR_TIE_LOGIT_GAP = 1e-3
+# Budgets that depend on nothing but the pin and the confidences: no step times.
+STEADY = {"cost_correction": False}
+
+ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The demo pair is tiny: threads that wait for each other cost more than they compute.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+DEFAULTS = {
+    "model": str(DEMO_FOLDER / "target"),
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "disable_log_stats": False,
+}
+
+
+class EngineFailure(AssertionError):
+    """The engine died, hung or refused; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One finished continuation."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    cached_tokens: int | None
+    logprobs: list[list[tuple[int, float]]] | None
+    """Per token the best tokens with their log-probabilities, best first."""
+
+
+class Engine:
+    """A running engine; use as a context manager."""
+
+    def __init__(
+        self,
+        dspark: dict[str, Any] | None = None,
+        speculative: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **llm: Any,
+    ) -> None:
+        """`dspark` None: no speculation. `speculative` adds to vLLM's own speculative config."""
+        engine = {**DEFAULTS, **llm}
+        if dspark is not None:
+            engine["speculative_config"] = {
+                "method": "dspark",
+                "model": str(DEMO_FOLDER / "draft"),
+                "num_speculative_tokens": GAMMA,
+                **(speculative or {}),
+            }
+            engine["additional_config"] = {"dspark": dspark}
+        self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - closed in close()
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("engine_worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+        )
+        self._answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        try:
+            self._send(engine)
+            self._receive(START_LIMIT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def run(self, requests: Sequence[dict[str, Any]]) -> list[list[Output]]:
+        """All continuations of every request (see `request`)."""
+        answers = self._call("generate", list(requests))
+        return [[Output(**choice) for choice in choices] for choices in answers]
+
+    def greedy(self, prompts: Sequence[Any], tokens: int, **sampling: Any) -> list[Output]:
+        """One greedy continuation of `tokens` tokens per prompt."""
+        options = {"max_tokens": tokens, "ignore_eos": True, **sampling}
+        return [choices[0] for choices in self.run([request(p, **options) for p in prompts])]
+
+    def pin(self, budget: int | float | None) -> None:
+        self._call("pin", budget)
+
+    def plant(self, fault: str | None) -> None:
+        self._call("plant", fault)
+
+    def mode(self) -> str:
+        """Verify mode of the plugin's session."""
+        return self._call("mode")
+
+    def pieces(self) -> dict[str, str]:
+        """Modules of the classes that draft, plan and verify in this engine."""
+        return self._call("pieces")
+
+    def counters(self) -> dict[str, float]:
+        return self._call("counters")
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[dict[str, float]]:
+        """Increments of all counters during the block, filled in at its end."""
+        increments: dict[str, float] = {}
+        before = self.counters()
+        yield increments
+        for name, value in self.counters().items():
+            increments[name] = value - before.get(name, 0.0)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._send({"name": name, "arguments": arguments})
+        return self._receive(CALL_LIMIT_S)
+
+    def _send(self, content: dict[str, Any]) -> None:
+        try:
+            self._process.stdin.write(json.dumps(content) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._failure("the engine is gone") from None
+
+    def _receive(self, limit_s: float) -> Any:
+        try:
+            line = self._answers.get(timeout=limit_s)
+        except queue.Empty:
+            self._process.send_signal(signal.SIGABRT)
+            self._process.wait(30)
+            raise self._failure(f"no answer within {limit_s} s") from None
+        if not line:
+            raise self._failure("the engine died")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise self._failure(answer["error"])
+        return answer["result"]
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def _failure(self, what: str) -> EngineFailure:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._log.seek(0)
+        tail = self._log.read().decode(errors="replace")[-LOG_TAIL:]
+        return EngineFailure(f"{what}\n--- log of the engine ---\n{tail}")
+
+
+def request(prompt: Any, **sampling: Any) -> dict[str, Any]:
+    """A request for `Engine.run`: text or token ids, and `SamplingParams` options.
+
+    `structured` holds the options of `StructuredOutputsParams`. Greedy unless told otherwise.
+    """
+    return {"prompt": prompt, "sampling": {"temperature": 0.0, **sampling}}
+
+
+def demo_prompts(count: int) -> list[str]:
+    return read_prompts(DEMO_FOLDER / "prompts.jsonl", count)
+
+
+@functools.cache
+def plain_greedy() -> list[Output]:
+    """Greedy continuations of the demo prompts without speculation, computed once per session."""
+    with Engine() as engine:
+        return engine.greedy(demo_prompts(COMPARED_PROMPTS), COMPARED_TOKENS, logprobs=2)
+
+
+def assert_same_tokens(expected: Sequence[Output], got: Sequence[Output]) -> None:
+    """Equal tokens, except after a place where the target's best two are a near-tie.
+
+    `expected` must carry at least two logprobs per token.
+    """
+    for number, (want, have) in enumerate(zip(expected, got, strict=True)):
+        shared = min(len(want.token_ids), len(have.token_ids))
+        place = first_difference(want.token_ids[:shared], have.token_ids[:shared])
+        if place is None:
+            assert len(want.token_ids) == len(have.token_ids), (
+                f"prompt {number}: {len(have.token_ids)} tokens, expected {len(want.token_ids)}"
+            )
+            continue
+        best = dict(want.logprobs[place])
+        wanted, other = want.token_ids[place], have.token_ids[place]
+        gap = best[wanted] - best[other] if other in best else None
+        assert gap is not None and gap <= NEAR_TIE_LOGIT_GAP, (
+            f"prompt {number}, token {place}: {other} instead of {wanted}, logit gap {gap}"
+        )
