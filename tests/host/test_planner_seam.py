@@ -22,8 +22,10 @@ from vllm_dspark.core.survival import RowDoubt
 from vllm_dspark.core.tiers import ExecMode
 from vllm_dspark.engine.agreement import Agreement
 from vllm_dspark.engine.assembly import _SEARCH
+from vllm_dspark.engine.decision import StepDecision
 from vllm_dspark.engine.modes import VerifyMode
-from vllm_dspark.engine.planner import MAX_AGE_STEPS, StepDecision, StepPlanner
+from vllm_dspark.engine.planner import StepPlanner
+from vllm_dspark.engine.slot_table import MAX_AGE_STEPS
 from vllm_dspark.parallel.tp_sync import HostPlan, TpSync
 
 GAMMA, SLOTS, BONUS, PROMPT = 4, 6, 1, 5

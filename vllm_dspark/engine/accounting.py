@@ -19,8 +19,9 @@ from vllm_dspark.alarms import AlarmLog
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.core.cost_io import Fingerprint, cost_to_dict
 from vllm_dspark.core.planner import Planner
+from vllm_dspark.engine.decision import StepDecision
 from vllm_dspark.engine.modes import VerifyMode
-from vllm_dspark.engine.planner import LAG_STEPS, StepDecision
+from vllm_dspark.engine.planner import LAG_STEPS
 from vllm_dspark.metrics import MetricsWriter
 from vllm_dspark.records import RecordAnswerer, RecordRing, RecordSaver, StepRecord
 

@@ -21,7 +21,7 @@ from vllm_dspark.parallel.step_record import Decision, Outcome
 from vllm_dspark.parallel.tp_sync import HostPlan, TpSync
 
 if TYPE_CHECKING:
-    from vllm_dspark.engine.planner import StepDecision
+    from vllm_dspark.engine.decision import StepDecision
     from vllm_dspark.engine.relay import Landed
 
 

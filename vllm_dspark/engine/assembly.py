@@ -17,11 +17,12 @@ from vllm_dspark.core.policy import PolicyConfig, SearchMode
 from vllm_dspark.engine.accounting import start_accounting
 from vllm_dspark.engine.agreement import Agreement
 from vllm_dspark.engine.cost_learning import CostLearning
+from vllm_dspark.engine.decision import Observer
 from vllm_dspark.engine.deployment import fingerprint_of
 from vllm_dspark.engine.graphs import VerifyGraphManager
 from vllm_dspark.engine.learning import OnlineLearning
 from vllm_dspark.engine.modes import VerifyMode
-from vllm_dspark.engine.planner import Observer, OrderRequests, RegimesOf, StepPlanner
+from vllm_dspark.engine.planner import OrderRequests, RegimesOf, StepPlanner
 from vllm_dspark.engine.session import Session
 from vllm_dspark.metrics import MetricsWriter
 from vllm_dspark.parallel.consensus import open_checker

@@ -18,7 +18,7 @@ from vllm_dspark.core.cost_model import CostModel, Curve
 from vllm_dspark.core.live_cost import Corrections, LiveCost
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.tiers import ExecMode
-from vllm_dspark.engine.planner import StepDecision
+from vllm_dspark.engine.decision import StepDecision
 
 FIRST_FIT_STEPS = 48
 EXCHANGE_STEPS = 512

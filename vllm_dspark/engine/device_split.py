@@ -18,7 +18,7 @@ from vllm_dspark.core.allocation import allocate as allocate_on_host
 from vllm_dspark.kernels.allocate import allocate
 
 if TYPE_CHECKING:
-    from vllm_dspark.engine.planner import StepDecision
+    from vllm_dspark.engine.decision import StepDecision
 
 AgreeSplit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The group's lengths ``[num_reqs]`` for this rank's and the batch's slots."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.platt import OnlineCalibrator
-from vllm_dspark.engine.planner import StepDecision
+from vllm_dspark.engine.decision import StepDecision
 
 REFIT_STEPS = 512
 _WINDOW_BLOCKS = 1024

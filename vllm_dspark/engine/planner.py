@@ -31,74 +31,36 @@ from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.survival import RowDoubt, assess_rows
 from vllm_dspark.core.tiers import ExecMode
 from vllm_dspark.engine.agreement import Agreement
+from vllm_dspark.engine.decision import Observer, StepClock, StepDecision
 from vllm_dspark.engine.device_split import DeviceSplit, even_split
 from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.profile import StartupProfile, describe
 from vllm_dspark.engine.relay import BlockRelay, Landed
+from vllm_dspark.engine.slot_table import SlotTable
 from vllm_dspark.parallel.block_rows import BlockRows
 
 LAG_STEPS = 1
-MAX_AGE_STEPS = 8
-"""A request that was not drafted for this many steps counts as stale."""
 
 logger = logging.getLogger("vllm.dspark")
 
 OrderRequests = Callable[[dict[str, int], dict[str, list[int]], int], list[str]]
+"""The runner's batch order for scheduled tokens, scheduled drafts and the decode query length."""
+
+RegimesOf = Callable[[np.ndarray], "np.ndarray | int"]
+"""Sampling regimes ``[num_reqs]`` of request slots ``[num_reqs]``."""
 
 
-@dataclass
-class StepDecision:
-    """What was decided for one step. Rows are requests in batch order."""
+@dataclass(frozen=True)
+class _Batch:
+    """The scheduled batch in the order in which it will run, every array ``[num_reqs]``."""
 
-    step: int
     req_ids: list[str]
     slots: np.ndarray
     base_lens: np.ndarray
-    """``[num_reqs]`` tokens besides drafts."""
     draft_lens: np.ndarray
-    """``[num_reqs]`` drafts that the scheduler handed over."""
     eligible: np.ndarray
-    """``[num_reqs]`` those of them that are drafts of this request and not placeholders."""
-    admitted: np.ndarray | None
-    """``[num_reqs]`` drafts of the plan; None until the device's split has been read back."""
     samples: np.ndarray
-    """``[num_reqs]`` requests that commit a token in this step."""
-    plan: VerifyPlan
-    trims: bool
-    """Only admitted drafts run."""
-    regimes: np.ndarray | int
-    """``[num_reqs]`` sampling regime of each request, or one for all."""
     context_tokens: int
-    """KV tokens read by the batch."""
-    exec_mode: ExecMode
-    """How the target forward is expected to run."""
-    draft_width: int
-    """Slots of the block that is drafted at the end of this step."""
-    time_s: float
-    """Wall clock when it was decided."""
-    predicted: np.ndarray | None = None
-    """``[num_reqs, gamma]`` confidences of the block under verification, NaN where unknown."""
-    graph_tokens: int | None = None
-    """Token count of the graph that was replayed; None if the step ran without one."""
-    graph_miss: str = ""
-    """Why a step that should have replayed a full graph did not."""
-    measured_ms: float | None = None
-    """Time from this decision to that of the next step; None if there was a pause."""
-
-    @property
-    def running_drafts(self) -> int:
-        """Drafts that the target runs."""
-        return self.plan.verified_drafts if self.trims else int(self.draft_lens.sum())
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that run, padding left out."""
-        return int(self.base_lens.sum()) + self.running_drafts
-
-    @property
-    def host_lens(self) -> np.ndarray | None:
-        """``[num_reqs]`` drafts that run, None where only the device knows."""
-        return self.admitted if self.trims else self.draft_lens
 
 
 class StepPlanner:
@@ -159,9 +121,9 @@ class StepPlanner:
         own = self._agreement.keeps_own_rows
         self._relay = BlockRelay(slots, self._rows, req_states.device, own)
         self._live_host = req_states.device.type == "cpu"
-        self._latest = _SlotTable(slots, gamma)
+        self._latest = SlotTable(slots, gamma)
         # Elsewhere nothing newer than what the budget may see ever reaches the host.
-        self._lagged = _SlotTable(slots, gamma) if self._live_host else self._latest
+        self._lagged = SlotTable(slots, gamma) if self._live_host else self._latest
         self._unread: Landed | None = None
         self._split = (
             DeviceSplit(slots, gamma, req_states.device) if mode is VerifyMode.DEVICE else None
@@ -190,6 +152,38 @@ class StepPlanner:
         self._agreement.begin_step()
         self._clock.tick(self._awaiting, self._relay.published)
         self._read_results()
+        batch = self._batch(num_tokens_per_req, draft_tokens)
+        confidence, state = self._lagged.read(batch.slots, self._relay.published)
+        regimes = 0 if self._regimes_of is None else self._regimes_of(batch.slots)
+        exec_mode = self._exec_mode(batch.base_lens)
+        plan = self.core.plan(self._step_input(batch, confidence, state, regimes, exec_mode))
+        decision = StepDecision(
+            step=self._relay.published,
+            req_ids=batch.req_ids,
+            slots=batch.slots,
+            base_lens=batch.base_lens,
+            draft_lens=batch.draft_lens,
+            eligible=batch.eligible,
+            admitted=self._admit(plan, batch.slots, batch.eligible, regimes),
+            samples=batch.samples,
+            plan=plan,
+            trims=self.mode.trims,
+            regimes=regimes,
+            context_tokens=batch.context_tokens,
+            exec_mode=exec_mode,
+            draft_width=self.draft_width,
+            time_s=time.time(),
+        )
+        self._size_next_block(confidence, state, decision)
+        self._agreement.plan(decision, confidence)
+        self.draft_width = decision.draft_width
+        self._decision = decision
+        self._awaiting.append(decision)
+        return decision.num_tokens
+
+    def _batch(
+        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
+    ) -> _Batch:
         req_ids = self._order(num_tokens_per_req, draft_tokens, self._gamma + self._bonus)
         count = len(req_ids)
         scheduled = np.fromiter((num_tokens_per_req[r] for r in req_ids), np.int64, count)
@@ -198,53 +192,41 @@ class StepPlanner:
         base = scheduled - drafts
         computed = self._states.num_computed_tokens_np[slots]
         prefill = self._states.prefill_len.np[slots]
-        # Drafts of a step that starts inside the prompt are placeholders of a migrated request.
-        eligible = np.where(computed < prefill, 0, np.minimum(drafts, self._block_width[slots]))
-        samples = computed + base >= prefill
-        confidence, state = self._lagged.read(slots, self._relay.published)
-        exec_mode = self._exec_mode(base)
-        split = self._split
-        regimes = 0 if self._regimes_of is None else self._regimes_of(slots)
-        plan = self.core.plan(
-            StepInput(
-                samples=samples,
-                draft_lens=eligible,
-                base_tokens=int(base.sum()),
-                confidence=confidence if self._has_confidence else None,
-                row_state=state,
-                context_tokens=int(computed.sum()),
-                regimes=regimes,
-                trim_mode=exec_mode,
-                full_mode=exec_mode,
-                # A batch whose lengths only the device knows is verified in one chunk of logits.
-                max_drafts=None
-                if split is None
-                else max(0, self._max_logits - count * self._bonus),
-                need_lens=split is None,
-            )
-        )
-        self._decision = StepDecision(
-            step=self._relay.published,
+        return _Batch(
             req_ids=req_ids,
             slots=slots,
             base_lens=base,
             draft_lens=drafts,
-            eligible=eligible,
-            admitted=self._admit(plan, slots, eligible, regimes),
-            samples=samples,
-            plan=plan,
-            trims=self.mode.trims,
-            regimes=regimes,
+            # Drafts of a step that starts inside the prompt are placeholders of a migrated request.
+            eligible=np.where(computed < prefill, 0, np.minimum(drafts, self._block_width[slots])),
+            samples=computed + base >= prefill,
             context_tokens=int(computed.sum()),
-            exec_mode=exec_mode,
-            draft_width=self.draft_width,
-            time_s=time.time(),
         )
-        self._size_next_block(confidence, state, self._decision)
-        self._agreement.plan(self._decision, confidence)
-        self.draft_width = self._decision.draft_width
-        self._awaiting.append(self._decision)
-        return self._decision.num_tokens
+
+    def _step_input(
+        self,
+        batch: _Batch,
+        confidence: np.ndarray,
+        state: np.ndarray,
+        regimes: np.ndarray | int,
+        exec_mode: ExecMode,
+    ) -> StepInput:
+        on_device = self._split is not None
+        # A batch whose lengths only the device knows is verified in one chunk of logits.
+        room = max(0, self._max_logits - len(batch.req_ids) * self._bonus)
+        return StepInput(
+            samples=batch.samples,
+            draft_lens=batch.eligible,
+            base_tokens=int(batch.base_lens.sum()),
+            confidence=confidence if self._has_confidence else None,
+            row_state=state,
+            context_tokens=batch.context_tokens,
+            regimes=regimes,
+            trim_mode=exec_mode,
+            full_mode=exec_mode,
+            max_drafts=room if on_device else None,
+            need_lens=not on_device,
+        )
 
     def _size_next_block(
         self,
@@ -494,66 +476,3 @@ class StepPlanner:
         if cost is not None:
             self.core.adopt(cost=self._share(cost))
             logger.info("DSpark step costs: %s", describe(self.core.cost))
-
-
-Observer = Callable[[StepDecision, np.ndarray], None]
-"""Called with a decision and the accepted drafts ``[num_reqs]`` of its step."""
-
-RegimesOf = Callable[[np.ndarray], "np.ndarray | int"]
-"""Sampling regimes ``[num_reqs]`` of request slots ``[num_reqs]``."""
-
-
-class StepClock:
-    """Time from one decision to the next, which is the step time of a busy engine."""
-
-    PAUSE_MS = 1000.0
-    """A longer gap is an idle engine, not a step."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def tick(self, awaiting: Sequence[StepDecision], step: int) -> None:
-        """Step ``step`` is about to be decided; so long did the one before it take."""
-        now = time.perf_counter()
-        if awaiting and awaiting[-1].step == step - 1:
-            elapsed_ms = (now - self._last) * 1e3
-            awaiting[-1].measured_ms = elapsed_ms if elapsed_ms < self.PAUSE_MS else None
-        self._last = now
-
-
-class _SlotTable:
-    """Latest confidences per request slot, and since which step they may be trusted."""
-
-    def __init__(self, slots: int, gamma: int) -> None:
-        self._confidence = np.zeros((slots, gamma), dtype=np.float32)
-        self._step = np.full(slots, -1, dtype=np.int64)
-        self._width = np.full(slots, gamma, dtype=np.int64)
-        self._owner_since = np.zeros(slots, dtype=np.int64)
-
-    def reset(self, slot: int, step: int) -> None:
-        self._owner_since[slot] = step
-        self._step[slot] = -1
-
-    def update(self, landed: Landed, typical: np.ndarray) -> None:
-        """Take in a step; ``typical`` ``[gamma]`` stands for slots that were not drafted."""
-        # A step that ran before the slot changed hands says nothing of the new owner.
-        mine = self._owner_since[landed.slots] <= landed.step
-        slots = landed.slots[mine]
-        self._confidence[slots] = landed.agreed.confidence[mine]
-        self._confidence[slots, landed.width :] = typical[landed.width :]
-        self._step[slots] = landed.step
-        self._width[slots] = landed.width
-
-    def read(self, slots: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Confidences ``[n, gamma]`` and ``RowDoubt`` codes ``[n]`` for step ``step``."""
-        seen = self._step[slots]
-        state = np.zeros(len(slots), dtype=np.int8)
-        state[step - seen > MAX_AGE_STEPS] = RowDoubt.STALE
-        state[seen < 0] = RowDoubt.FRESH
-        return self._confidence[slots], state
-
-    def peek(self, slots: np.ndarray, step: int) -> np.ndarray:
-        """Confidences ``[n, gamma]`` of the block drafted in step ``step - 1``, NaN elsewhere."""
-        current = (self._step[slots] == step - 1)[:, None]
-        current = current & (np.arange(self._confidence.shape[1]) < self._width[slots, None])
-        return np.where(current, self._confidence[slots], np.float32(np.nan))
