@@ -85,6 +85,16 @@ def test_every_rank_calls_share_on_the_same_steps_whatever_it_measured() -> None
     assert calls[0] == calls[1] == 2
 
 
+def test_a_rank_that_measured_nothing_still_takes_what_is_shared() -> None:
+    """Ranks must exchange the same kind of thing, whatever each of them could measure."""
+    fitted = fit_line(noisy_steps(np.random.default_rng(2), 64))
+    core = Planner(PolicyConfig(), 7)
+    learning = CostLearning(core, lambda value: fitted)
+    for _ in range(EXCHANGE_STEPS):
+        learning(decision(10, None), np.zeros(2))
+    assert core.cost is fitted
+
+
 def test_profiled_model_is_corrected_where_steps_take_longer() -> None:
     core = Planner(PolicyConfig(), 7)
     base = CostModel({ExecMode.FULL: Curve(np.array([8, 16, 32]), np.array([5.0, 6.0, 8.0]))})

@@ -43,9 +43,10 @@ class CostLearning:
         self._live: LiveCost | None = None
 
     def __call__(self, decision: StepDecision, accepted: np.ndarray) -> None:
-        self._steps += 1
-        if self._live is None and self._core.cost is not None and not self._samples:
+        if self._steps == 0 and self._core.cost is not None:
+            # Decided once, by what all ranks have in common.
             self._live = LiveCost(self._core.cost)
+        self._steps += 1
         if decision.measured_ms is not None:
             if self._live is not None:
                 self._correct(self._live, decision, decision.measured_ms)
