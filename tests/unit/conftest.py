@@ -27,3 +27,9 @@ def demo_trace() -> Trace:
     path = Path(__file__).parents[2] / "demo" / "trace.jsonl"
     with path.open() as lines:
         return parse_trace(lines)
+
+
+@pytest.fixture(autouse=True)
+def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host tests of the same run interpret kernels; here nothing may depend on that."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
