@@ -36,7 +36,7 @@ PREFIX = "vllm:dspark_"
 MAX_LABEL_SETS = 128
 
 # Values of the label `mode` of `steps`; any other string is exported as it is.
-MODES = ("static", "cap-accept", "compact", "uniform", "bypass")
+MODES = ("static", "cap-accept", "compact", "uniform")
 
 _FRACTION_BUCKETS = tuple(i / 10 for i in range(11))
 _ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0)
@@ -102,7 +102,7 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("unusable_survivals", "Predicted survivals that were unknown or outside [0, 1]."),
     # Plan of a step.
     _counter("steps", "Verification steps by mode and by what decided it.", "mode", "reason"),
-    _counter("bypass_steps", "Steps without speculation, decided by the plugin."),
+    _counter("bypass_steps", "Steps in which no draft was verified although there were some."),
     _counter("full_verify_rows", "Requests verified in full because in doubt, by cause.", "reason"),
     Metric("budget_tokens", "gauge", "Verify budget of the last planned step; -1 means none."),
     Metric(
@@ -250,20 +250,22 @@ class MetricsWriter:
         padded_tokens: int = 0,
         filled_tokens: int = 0,
         graph_miss: str = "",
+        bypass: bool = False,
     ) -> None:
         """Count the plan of one step, once, when it is final.
 
         `mode`: one of `MODES`; `reason`: what decided it (short, from a fixed set);
         `scheduled_tokens`: drafts of the whole batch; `budget_tokens`: -1 for none;
         `tier_tokens`: size of the graph, 0 if eager; `padded_tokens`: its slots without a token;
-        `filled_tokens`: drafts above the budget; `graph_miss`: cause, if one was wanted.
+        `filled_tokens`: drafts above the budget; `graph_miss`: cause, if one was wanted;
+        `bypass`: no draft was verified although there were some.
         """
         if not self._decides:
             return
         start = time.perf_counter()
         with self._lock:
             self._bump(("steps", (mode, reason)), 1)
-            if mode == "bypass":
+            if bypass:
                 self._bump(("bypass_steps", ()), 1)
             self._budget = int(budget_tokens)
             if budget_tokens >= 0 and scheduled_tokens > 0:

@@ -239,9 +239,9 @@ class TestAccounting:
         plan = {"reason": "gain", "scheduled_tokens": 70, "tier_tokens": 64}
         writer.observe_plan(mode="compact", budget_tokens=35, padded_tokens=4, **plan)
         writer.observe_plan(mode="compact", budget_tokens=0, filled_tokens=9, **plan)
-        writer.observe_plan(mode="bypass", graph_miss="batch-too-large")
+        writer.observe_plan(mode="uniform", graph_miss="batch-too-large", bypass=True)
         got = writer.snapshot()
-        assert by_label(got, D + "steps_total", "mode") == {"compact": 2, "bypass": 1}
+        assert by_label(got, D + "steps_total", "mode") == {"compact": 2, "uniform": 1}
         assert total(got, D + "bypass_steps_total") == 1
         assert total(got, D + "budget_tokens") == -1
         assert total(got, D + "budget_fraction_count") == 2

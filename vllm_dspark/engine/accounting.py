@@ -60,6 +60,7 @@ class Accounting:
             tier_tokens=graph,
             padded_tokens=max(graph - decision.num_tokens, 0),
             graph_miss=decision.graph_miss,
+            bypass=decision.running_drafts == 0 and bool(decision.eligible.any()),
         )
         for doubt, count in plan.doubts.items():
             writer.observe_doubt(doubt.name.lower(), count)
