@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_dspark.metrics_snapshot import (
+    PREFIX,
     Snapshot,
     by_label,
     calibration_errors,
@@ -22,7 +23,7 @@ from vllm_dspark.metrics_snapshot import (
     total,
 )
 
-D = "vllm:dspark_"
+D = PREFIX
 
 # Doubt that every server has: the first block of a request has no confidence yet.
 _EXPECTED_DOUBT = frozenset({"fresh"})
@@ -252,7 +253,7 @@ class Alarms:
 
 
 class AlarmLog:
-    """Feeds snapshots to `Alarms` and logs what comes out: `writer.every(30.0, AlarmLog())`.
+    """Feeds snapshots to `Alarms` and logs what comes out.
 
     The window grows until there is enough in it to judge, so that a server with little traffic is
     judged too, only later.

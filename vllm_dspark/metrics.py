@@ -27,16 +27,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_dspark.metrics_export import MmapStore, open_store
-from vllm_dspark.metrics_snapshot import Series, Snapshot
+from vllm_dspark.metrics_snapshot import PREFIX, Series, Snapshot
 from vllm_dspark.metrics_sums import FloatArray, Histogram, IntArray, Key, Lengths, Reliability
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "vllm:dspark_"
 MAX_LABEL_SETS = 128
-
-# Values of the label `mode` of `steps`; any other string is exported as it is.
-MODES = ("static", "cap-accept", "compact", "uniform")
 
 _FRACTION_BUCKETS = tuple(i / 10 for i in range(11))
 _ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0)
@@ -142,7 +138,7 @@ Sample = tuple[Metric, str, tuple[tuple[str, str], ...], float]
 class _Timer:
     due: float
     interval_s: float
-    callback: Callable[[Snapshot], None]
+    callback: Callable[[], object]
 
 
 class MetricsWriter:
@@ -254,7 +250,7 @@ class MetricsWriter:
     ) -> None:
         """Count the plan of one step, once, when it is final.
 
-        `mode`: one of `MODES`; `reason`: what decided it (short, from a fixed set);
+        `mode`: verify mode, any short string; `reason`: what decided it (short, from a fixed set);
         `scheduled_tokens`: drafts of the whole batch; `budget_tokens`: -1 for none;
         `tier_tokens`: size of the graph, 0 if eager; `padded_tokens`: its slots without a token;
         `filled_tokens`: drafts above the budget; `graph_miss`: cause, if one was wanted;
@@ -276,6 +272,11 @@ class MetricsWriter:
             self._bump(("verify_tokens_padded", ()), int(padded_tokens))
             self._bump(("verify_tokens_filled", ()), int(filled_tokens))
             self._done(start)
+
+    @property
+    def wants_survivals(self) -> bool:
+        """The next `observe_accept` looks at survivals; the others do without."""
+        return self._decides and (self._settled + 1) % self._every == 0
 
     def observe_accept(
         self,
@@ -392,8 +393,8 @@ class MetricsWriter:
             with self._lock:
                 self._bump(self._key_flush, time.perf_counter() - start)
 
-    def every(self, interval_s: float, callback: Callable[[Snapshot], None]) -> None:
-        """Call `callback(snapshot)` on the background thread about every `interval_s`."""
+    def every(self, interval_s: float, callback: Callable[[], object]) -> None:
+        """Call `callback()` on the background thread about every `interval_s`."""
         if not interval_s > 0:
             raise ValueError(f"interval_s is {interval_s!r}; allowed: above 0")
         self._timers.append(_Timer(time.monotonic() + interval_s, interval_s, callback))
@@ -421,7 +422,7 @@ class MetricsWriter:
                     continue
                 timer.due = time.monotonic() + timer.interval_s
                 try:
-                    timer.callback(self.snapshot())
+                    timer.callback()
                 except Exception:
                     self._timers.remove(timer)
                     logger.exception("DSpark metrics: a periodic callback failed and was removed")

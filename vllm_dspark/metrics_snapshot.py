@@ -9,7 +9,10 @@ are pure; histograms are cumulative as Prometheus exports them.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-GAUGE_SAMPLES = frozenset({"vllm:dspark_budget_tokens"})
+PREFIX = "vllm:dspark_"
+"""Of every series of the plugin."""
+
+GAUGE_SAMPLES = frozenset({PREFIX + "budget_tokens"})
 
 
 class Series(NamedTuple):
@@ -42,12 +45,11 @@ def total(snapshot: Snapshot, name: str, **labels: str) -> float:
     )
 
 
-def by_label(snapshot: Snapshot, name: str, label: str, **labels: str) -> dict[str, float]:
+def by_label(snapshot: Snapshot, name: str, label: str) -> dict[str, float]:
     """Like `total`, split by the values of `label`."""
-    wanted = set(labels.items())
     sums: dict[str, float] = {}
     for series, value in snapshot.items():
-        if series.name == name and wanted.issubset(series.labels):
+        if series.name == name:
             for key, text in series.labels:
                 if key == label:
                     sums[text] = sums.get(text, 0.0) + value
@@ -64,17 +66,16 @@ def difference(new: Snapshot, old: Snapshot) -> Snapshot:
     return result
 
 
-def calibration_errors(snapshot: Snapshot, **labels: str) -> dict[int, float]:
+def calibration_errors(snapshot: Snapshot) -> dict[int, float]:
     """Expected calibration error of the predicted survival, by position (from 0).
 
     Mean over verified drafts of |predicted - observed| taken per bin; positions without a
     verified draft are absent. Biased upwards when few drafts fall into a bin.
     """
-    wanted = set(labels.items())
     cells: dict[tuple[int, str], dict[str, float]] = {}
-    prefix = "vllm:dspark_reliability_"
+    prefix = PREFIX + "reliability_"
     for series, value in snapshot.items():
-        if series.name.startswith(prefix) and wanted.issubset(series.labels):
+        if series.name.startswith(prefix):
             tags = dict(series.labels)
             cell = cells.setdefault((int(tags["position"]), tags["bin"]), {})
             part = series.name.removeprefix(prefix)
@@ -99,7 +100,7 @@ def parse_exposition(text: str) -> Snapshot:
         return {
             Series.of(sample.name, sample.labels.items()): float(sample.value)
             for family in text_string_to_metric_families(text)
-            if family.name.startswith("vllm:dspark_")
+            if family.name.startswith(PREFIX)
             for sample in family.samples
         }
     except (ValueError, IndexError, KeyError) as error:

@@ -5,6 +5,7 @@ Everything is accumulated at the finest grain once per step and turned into coun
 published; no function loops over requests.
 """
 
+import copy
 from bisect import bisect_left
 from collections.abc import Iterable
 
@@ -145,6 +146,6 @@ class Reliability:
         return counts
 
     def copy(self) -> "Reliability":
-        other = Reliability(self.gamma)
+        other = copy.copy(self)  # shares the constant tables
         other.predicted, other.outcomes = self.predicted.copy(), self.outcomes.copy()
         return other

@@ -53,21 +53,25 @@ class Outcome:
     decision: StepDecision
 
 
+def scheduler_output(
+    drafts: dict[str, int], base: dict[str, int] | None
+) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Scheduled tokens and draft placeholders by request; `base` tokens besides drafts, or 1."""
+    scheduled = {name: (base or {}).get(name, 1) + count for name, count in drafts.items()}
+    return scheduled, {name: [-1] * count for name, count in drafts.items() if count}
+
+
 class Runner:
     """Request state, and the order in which the model runner makes its calls."""
 
-    def __init__(self, mode: VerifyMode, cost: CostModel | None = None, **options: Any) -> None:
-        planner_options = {
-            name: options.pop(name)
-            for name in (
-                "answers_admitted",
-                "has_confidence",
-                "agreement",
-                "max_total_logits",
-                "regimes_of",
-            )
-            if name in options
-        }
+    def __init__(
+        self,
+        mode: VerifyMode,
+        cost: CostModel | None = None,
+        pin: int | float | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` are the planner's."""
         self.states = SimpleNamespace(
             num_speculative_steps=GAMMA,
             max_num_reqs=SLOTS,
@@ -79,18 +83,16 @@ class Runner:
         )
         self.query_start_loc = torch.full((SLOTS + 1,), -1, dtype=torch.int32)
         self.settled: list[tuple[StepDecision, np.ndarray]] = []
-        policy = PolicyConfig(search=_SEARCH[mode], **options)
+        policy = PolicyConfig(search=_SEARCH[mode], pin=pin)
         self.planner = StepPlanner(
             Planner(policy, GAMMA, cost=cost),
             mode,
             self.states,
             self.query_start_loc,
             BONUS,
-            planner_options.pop("max_total_logits", 1000),
-            sort_batch_req_ids,
-            planner_options.pop("answers_admitted", False),
+            order=sort_batch_req_ids,
             observers=[lambda decision, accepted: self.settled.append((decision, accepted))],
-            **planner_options,
+            **{"max_total_logits": 1000, "answers_admitted": False, **options},
         )
 
     def add(self, name: str, slot: int) -> None:
@@ -109,9 +111,7 @@ class Runner:
 
     def decide(self, drafts: dict[str, int], base: dict[str, int] | None = None) -> int:
         """Only the first call of a step."""
-        scheduled = {name: (base or {}).get(name, 1) + count for name, count in drafts.items()}
-        tokens = {name: [-1] * count for name, count in drafts.items() if count}
-        return self.planner.get_num_tokens(scheduled, tokens)
+        return self.planner.get_num_tokens(*scheduler_output(drafts, base))
 
     def step(
         self,
@@ -121,8 +121,7 @@ class Runner:
         base: dict[str, int] | None = None,
     ) -> Outcome:
         """One step; `confidence` `[num_reqs, gamma]` of the block drafted after it."""
-        scheduled = {name: (base or {}).get(name, 1) + count for name, count in drafts.items()}
-        tokens = {name: [-1] * count for name, count in drafts.items() if count}
+        scheduled, tokens = scheduler_output(drafts, base)
         num_tokens = self.planner.get_num_tokens(scheduled, tokens)
         decision = self.planner._decision
         assert decision is not None
@@ -490,10 +489,10 @@ class Counted(TpSync):
         return plan
 
     def agree_split(
-        self, lens: torch.Tensor | None, drafts: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, lens: torch.Tensor | None, draft_tokens: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor | None:
         self.messages.append("split")
-        return lens, drafts
+        return lens
 
 
 @pytest.mark.parametrize("mode", VerifyMode)

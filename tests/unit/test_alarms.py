@@ -142,7 +142,8 @@ def test_alarms_run_on_the_thread_of_the_writer(caplog: pytest.LogCaptureFixture
     writer = MetricsWriter(0, 0, GAMMA, directory="", flush_interval_s=0.01)
     serve(writer, predicted_s=0.005)
     with caplog.at_level(logging.WARNING, "vllm.dspark"):
-        writer.every(0.01, AlarmLog())
+        log = AlarmLog()
+        writer.every(0.01, lambda: log(writer.snapshot()))
         for _ in range(500):
             if caplog.messages:
                 break

@@ -63,7 +63,7 @@ def test_choice_is_the_best_rate(slope: float, decay: float) -> None:
 
 def test_expensive_drafts_narrow_the_block_and_cheap_ones_widen_it_again() -> None:
     widths = widths_for(GAMMA)
-    choice = WidthChoice(widths, every=1)
+    choice = WidthChoice(widths)
     hopeless = np.full((GAMMA, 8), 0.2).cumprod(axis=0)
     assert choice.choose(hopeless, load(), cost({w: 2.0 * w for w in widths}), TierLadder()) == 1
     assert choice.choose(FLAT, load(), cost(dict.fromkeys(widths, 0.1)), TierLadder()) == GAMMA
@@ -81,6 +81,16 @@ def test_evaluated_every_few_steps_only() -> None:
     choice = WidthChoice(widths, every=3)
     cheap, dear = cost(dict.fromkeys(widths, 0.1)), cost({w: 5.0 * w for w in widths})
     hopeless = np.full((GAMMA, 8), 0.1).cumprod(axis=0)
-    seen = [choice.choose(FLAT, load(), cheap, TierLadder())]
-    seen += [choice.choose(hopeless, load(), dear, TierLadder()) for _ in range(3)]
+    seen = []
+    for step in range(4):
+        survival, model = (hopeless, dear) if step else (FLAT, cheap)
+        if choice.due():
+            choice.choose(survival, load(), model, TierLadder())
+        seen.append(choice.current)
     assert seen == [GAMMA, GAMMA, GAMMA, 1]
+
+
+def test_a_single_width_is_never_evaluated() -> None:
+    choice = WidthChoice((GAMMA,), every=1)
+    assert not any(choice.due() for _ in range(3))
+    assert choice.current == GAMMA

@@ -18,13 +18,13 @@ from vllm_dspark.records import StepRecord
 
 
 def snapshot_of(
-    records: Sequence[StepRecord], gamma: int, *, engine: int = 0, reliability_every: int = 1
+    records: Sequence[StepRecord], gamma: int, *, reliability_every: int = 1
 ) -> Snapshot:
     """Counters of the settled steps of `records`.
 
     Doubt, disagreements and sync are not recorded, so their series are absent.
     """
-    writer = MetricsWriter(engine, 0, gamma, directory="", reliability_every=reliability_every)
+    writer = MetricsWriter(0, 0, gamma, directory="", reliability_every=reliability_every)
     try:
         for record in records:
             _observe(writer, record)

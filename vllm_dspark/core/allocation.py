@@ -97,6 +97,11 @@ def allocate(
     return admit(keys, budget)
 
 
+def even_split(draft_lens: IntArray, budget: int, gamma: int) -> IntArray:
+    """Admitted drafts `[num_reqs]` int32 where nothing ranks the requests: in position order."""
+    return allocate(np.ones((len(draft_lens), gamma)), draft_lens, budget)
+
+
 def fill(
     survival: FloatArray,
     draft_lens: IntArray,

@@ -95,7 +95,7 @@ def uniform_candidates(
     gamma, requests = block.keys.shape
     drafted = np.arange(gamma)[:, None] < step.draft_lens
     budgets = np.concatenate(([0], np.cumsum(drafted.sum(axis=1))))
-    tau = np.concatenate(([0.0], np.cumsum((block.survival * drafted).sum(axis=1))))
+    tau = np.concatenate(([0.0], np.cumsum(block.survival.sum(axis=1))))
     widths = np.arange(gamma + 1)
     keep = (budgets >= bounds[0]) & (budgets <= bounds[1])
     if width_ladders:

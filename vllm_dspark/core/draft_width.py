@@ -54,10 +54,15 @@ class WidthChoice:
         self._every = every
         self._steps = 0
 
+    def due(self) -> bool:
+        """Count one step; whether the width is evaluated in it."""
+        self._steps += 1
+        return len(self.widths) > 1 and (self._steps - 1) % self._every == 0
+
     def choose(
         self, survival: Float64Array, load: Load, cost: CostModel, ladder: TierLadder
     ) -> int:
-        """Width of the next block.
+        """Width of the next block; asked in the steps that are `due`.
 
         Args:
             survival: ``[gamma, num_reqs]`` position-major; 0 where nothing is known to be drafted.
@@ -65,9 +70,6 @@ class WidthChoice:
             cost: prices verify tokens and drafting by width.
             ladder: tiers of ``load.mode``.
         """
-        self._steps += 1
-        if len(self.widths) == 1 or (self._steps - 1) % self._every:
-            return self.current
         rates = {width: _rate(survival[:width], load, cost, ladder, width) for width in self.widths}
         best = max(self.widths, key=lambda width: (rates[width], -width))
         if rates[best] > rates[self.current] * (1.0 + self._margin):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_dspark.core.allocation import admit, slot_keys
+from vllm_dspark.core.allocation import admit, even_split
 from vllm_dspark.core.arrays import IntArray
 from vllm_dspark.core.budget import (
     Candidates,
@@ -111,7 +111,7 @@ class Planner:
         if drafts == 0:
             return self._without_drafts(step)
         if step.confidence is None:
-            return self._unsearched(step, PlanReason.NO_CONFIDENCE)
+            return self._unsearched(step, drafts)
         if step.confidence.shape != (requests, self.gamma):
             raise ValueError(
                 f"confidence {step.confidence.shape} must be [{requests}, gamma={self.gamma}]"
@@ -144,7 +144,7 @@ class Planner:
             reason = PlanReason.NO_COST_MODEL
         elif block.doubtful_drafts == block.drafts:
             reason = PlanReason.ALL_DOUBTFUL
-        elif uniform and block.codes is not None and not _only_fresh(block.codes):
+        elif uniform and not _only_fresh(block.codes):
             # A width of gamma is the only one that verifies a doubtful row in full.
             reason = PlanReason.ALL_DOUBTFUL
         if reason is not None and bounds[1] < block.drafts:
@@ -238,13 +238,11 @@ class Planner:
         else:
             padded, predicted_ms = self._price(step, budget, full)
             tau = float(block.tau(np.asarray(budget)))
-        mode = self._mode(step, full)
-        limit = self.ladders[mode].for_requests(len(step.draft_lens)).limit
         return VerifyPlan(
             budget=None if full else budget,
             reason=reason,
             verified_drafts=budget,
-            tier_tokens=padded if padded <= limit else None,
+            tier_tokens=self._tier(step, full, padded),
             admitted=admitted,
             uniform_k=uniform_k,
             predicted_step_ms=predicted_ms,
@@ -255,6 +253,11 @@ class Planner:
     @staticmethod
     def _mode(step: StepInput, full: bool) -> ExecMode:
         return step.full_mode if full or step.trim_mode is None else step.trim_mode
+
+    def _tier(self, step: StepInput, full: bool, padded: int) -> int | None:
+        """`padded` if a graph of that size is replayed, None beyond the captured sizes."""
+        ladder = self.ladders[self._mode(step, full)].for_requests(len(step.draft_lens))
+        return padded if padded <= ladder.limit else None
 
     def _price(self, step: StepInput, budget: int, full: bool) -> tuple[int, float | None]:
         """Tokens that run and the predicted cost of a budget that no search has priced."""
@@ -278,7 +281,8 @@ class Planner:
     # ------------------------------------------------------------------ steps without a choice
 
     def _without_drafts(self, step: StepInput) -> VerifyPlan:
-        plan = self._blind(step, PlanReason.NO_DRAFTS, np.zeros(len(step.draft_lens), np.int32))
+        nothing = np.zeros(len(step.draft_lens), np.int32)
+        plan = self._blind(step, PlanReason.NO_DRAFTS, 0, nothing)
         plan.predicted_tau = float(np.count_nonzero(step.samples))
         if self.cost is not None and step.may_skip_draft:
             plan.draft_next = self.state.drafting.resume(
@@ -286,38 +290,33 @@ class Planner:
             )
         return plan
 
-    def _unsearched(self, step: StepInput, reason: PlanReason) -> VerifyPlan:
-        """Everything, or what the operator's bounds leave, in position order."""
-        drafts = int(step.draft_lens.sum())
+    def _unsearched(self, step: StepInput, drafts: int) -> VerifyPlan:
+        """Without confidences: all `drafts`, or what the bounds leave, in position order."""
+        reason = PlanReason.NO_CONFIDENCE
         high = self.policy.bounds(drafts, drafts, step.max_drafts)[1]
         if self.policy.pin is not None:
             reason = PlanReason.PINNED
         elif high < drafts:
             reason = PlanReason.CAPPED
-        return self._blind(step, reason, self._even_lens(step, drafts, high))
+        return self._blind(step, reason, drafts, self._even_lens(step, high))
 
-    def _even_lens(self, step: StepInput, drafts: int, budget: int) -> IntArray:
-        if budget >= drafts:
-            return step.draft_lens.astype(np.int32)
-        if budget <= 0:
-            return np.zeros(len(step.draft_lens), dtype=np.int32)
+    def _even_lens(self, step: StepInput, budget: int) -> IntArray:
         if self.policy.search is SearchMode.UNIFORM:
             width, _ = _widest_within(step.draft_lens, self.gamma, budget)
             return np.minimum(step.draft_lens, width).astype(np.int32)
-        flat = np.ones((self.gamma, len(step.draft_lens)))
-        return admit(slot_keys(flat, step.draft_lens), budget)
+        return even_split(step.draft_lens, budget, self.gamma)
 
-    def _blind(self, step: StepInput, reason: PlanReason, admitted: IntArray) -> VerifyPlan:
+    def _blind(
+        self, step: StepInput, reason: PlanReason, drafts: int, admitted: IntArray
+    ) -> VerifyPlan:
         budget = int(admitted.sum())
-        drafts = int(step.draft_lens.sum())
         full = budget == drafts
         padded, predicted_ms = self._price(step, budget, full)
-        limit = self.ladders[self._mode(step, full)].for_requests(len(step.draft_lens)).limit
         return VerifyPlan(
             budget=None if full else budget,
             reason=reason,
             verified_drafts=budget,
-            tier_tokens=padded if padded <= limit else None,
+            tier_tokens=self._tier(step, full, padded),
             admitted=admitted if step.need_lens else None,
             uniform_k=_common_width(admitted, budget),
             predicted_step_ms=predicted_ms,

@@ -64,11 +64,9 @@ class Accounting:
         )
         for doubt, count in plan.doubts.items():
             writer.observe_doubt(doubt.name.lower(), count)
-        assert decision.admitted is not None and decision.predicted is not None, "settled"
-        regimes = decision.regimes
-        regimes = regimes if isinstance(regimes, int) else regimes[rows]
-        calibrated = self._core.calibration.apply(decision.predicted[rows].T, regimes)
-        survivals = np.cumprod(calibrated, axis=0).T
+        assert decision.admitted is not None, "settled"
+        wanted = self._ring is not None or writer.wants_survivals
+        survivals = self._survivals(decision) if wanted else None
         writer.observe_accept(
             decision.eligible[rows], decision.admitted[rows], accepted[rows], survivals
         )
@@ -79,8 +77,20 @@ class Accounting:
             self._ring.add(self._record(decision, label, accepted, survivals))
             writer.observe_overhead("records", time.perf_counter() - start)
 
+    def _survivals(self, decision: StepDecision) -> np.ndarray:
+        """Survivals ``[num_sampling, gamma]`` of the verified block as the policy sees them."""
+        assert decision.predicted is not None, "settled"
+        rows, regimes = decision.samples, decision.regimes
+        regimes = regimes if isinstance(regimes, int) else regimes[rows]
+        calibrated = self._core.calibration.apply(decision.predicted[rows].T, regimes)
+        return np.cumprod(calibrated, axis=0).T
+
     def _record(
-        self, decision: StepDecision, label: str, accepted: np.ndarray, survivals: np.ndarray
+        self,
+        decision: StepDecision,
+        label: str,
+        accepted: np.ndarray,
+        survivals: np.ndarray | None,
     ) -> StepRecord:
         rows, plan = decision.samples, decision.plan
         assert decision.admitted is not None and decision.predicted is not None
@@ -118,7 +128,8 @@ def start_accounting(
     """Accounting with alarms and records as the options ask for; rank 0 keeps the records."""
     decides = writer.tp_rank == 0
     if writer.enabled and decides:
-        writer.every(_ALARM_INTERVAL_S, AlarmLog())
+        log = AlarmLog()
+        writer.every(_ALARM_INTERVAL_S, lambda: log(writer.snapshot()))
     if not config.records or not decides:
         return Accounting(writer, mode, core, None)
     ring = RecordRing(
@@ -136,11 +147,11 @@ def start_accounting(
     directory = metrics_export.private_dir()
     if directory is not None and writer.enabled:
         answerer = RecordAnswerer(ring, directory, writer.engine_index)
-        writer.every(_ANSWER_INTERVAL_S, lambda _: answerer.poll())
+        writer.every(_ANSWER_INTERVAL_S, answerer.poll)
     if config.records_path is not None:
         saver = RecordSaver(ring, config.records_path)
         if writer.enabled:
-            writer.every(_ANSWER_INTERVAL_S, lambda _: saver.poll())
+            writer.every(_ANSWER_INTERVAL_S, saver.poll)
         # atexit does not run in forked workers; multiprocessing's own finalizers do.
         multiprocessing.util.Finalize(None, saver.save, exitpriority=9)
     return Accounting(writer, mode, core, ring)

@@ -98,11 +98,7 @@ class Agreement:
         """The group's device lengths ``[num_reqs]``; its ids replace those in ``draft_tokens``."""
         if self._sync is None:
             return lens
-        own = draft_tokens[slots]
-        lens, agreed = self._sync.agree_split(lens, own)
-        if agreed is not own:
-            draft_tokens[slots] = agreed
-        return lens
+        return self._sync.agree_split(lens, draft_tokens, slots)
 
     def accept(self, output: Any) -> Any:
         """The group's sampler output; the same object unless accepted tokens are synced."""

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dspark.core.allocation import allocate as allocate_on_host
 from vllm_dspark.kernels.allocate import allocate
 
 if TYPE_CHECKING:
@@ -83,9 +82,3 @@ class DeviceSplit:
         """Admitted drafts ``[num_reqs]`` of the running step, None if the host decided."""
         admitted, self._admitted = self._admitted, None
         return admitted
-
-
-def even_split(eligible: np.ndarray, budget: int, gamma: int) -> np.ndarray:
-    """``budget`` drafts spread over the rows ``[num_reqs]``, none above what it has."""
-    flat = np.ones((len(eligible), gamma))
-    return allocate_on_host(flat, eligible, budget)

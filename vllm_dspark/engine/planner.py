@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dspark.core.allocation import allocate
+from vllm_dspark.core.allocation import allocate, even_split
 from vllm_dspark.core.draft_width import Load, WidthChoice
 from vllm_dspark.core.plan import StepInput, VerifyPlan
 from vllm_dspark.core.planner import Planner
@@ -32,7 +32,7 @@ from vllm_dspark.core.survival import RowDoubt, assess_rows
 from vllm_dspark.core.tiers import ExecMode
 from vllm_dspark.engine.agreement import Agreement
 from vllm_dspark.engine.decision import Observer, StepClock, StepDecision
-from vllm_dspark.engine.device_split import DeviceSplit, even_split
+from vllm_dspark.engine.device_split import DeviceSplit
 from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.profile import StartupProfile, describe
 from vllm_dspark.engine.relay import BlockRelay, Landed
@@ -237,19 +237,19 @@ class StepPlanner:
         cost = self.core.cost
         if self._widths is None or cost is None or not self._has_confidence:
             return
-        trusted = state == RowDoubt.TRUSTED
-        survival = np.nan_to_num(confidence.T).cumprod(axis=0, dtype=np.float64)
-        survival = np.where(trusted, survival, self.core.state.prior.mean[:, None])
-        load = Load(
-            sampling=int(np.count_nonzero(decision.samples)),
-            requests=len(decision.req_ids),
-            base_tokens=int(decision.base_lens.sum()),
-            context_tokens=decision.context_tokens,
-            mode=decision.exec_mode,
-        )
-        ladder = self.core.ladders[decision.exec_mode]
-        self.draft_width = self._widths.choose(survival, load, cost, ladder)
-        decision.draft_width = self.draft_width
+        if self._widths.due():
+            load = Load(
+                sampling=int(np.count_nonzero(decision.samples)),
+                requests=len(decision.req_ids),
+                base_tokens=int(decision.base_lens.sum()),
+                context_tokens=decision.context_tokens,
+                mode=decision.exec_mode,
+            )
+            trusted = state == RowDoubt.TRUSTED
+            survival = np.nan_to_num(confidence.T).cumprod(axis=0, dtype=np.float64)
+            survival = np.where(trusted, survival, self.core.state.prior.mean[:, None])
+            self._widths.choose(survival, load, cost, self.core.ladders[decision.exec_mode])
+        decision.draft_width = self._widths.current
 
     def _admit(
         self, plan: VerifyPlan, slots: np.ndarray, eligible: np.ndarray, regimes: np.ndarray | int
@@ -415,21 +415,17 @@ class StepPlanner:
 
     def _read_results(self) -> None:
         """Take in every step that is old enough, in order."""
-        if not self._live_host:
-            for landed in self._relay.collect(LAG_STEPS):
-                self._settle(landed)
-                self._latest.update(landed, self._typical_confidence)
-            return
-        # The copy is done when publish returns, so the newest step may be read for ranking; the
-        # budget still waits one step.
-        for landed in self._relay.collect(0):
+        for landed in self._relay.collect(0 if self._live_host else LAG_STEPS):
             self._settle(landed)
             self._latest.update(landed, self._typical_confidence)
+            if not self._live_host:
+                continue
+            # The copy is done when publish returns, so the newest step may be read for ranking;
+            # the budget still waits one step.
             if self._unread is not None:
                 self._lagged.update(self._unread, self._typical_confidence)
             self._unread = landed
 
-    @property
     def _typical_confidence(self) -> np.ndarray:
         """``[gamma]`` running mean of each slot's confidence."""
         mean = self.core.state.prior.mean

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from vllm_dspark.core.survival import RowDoubt
@@ -25,13 +27,14 @@ class SlotTable:
         self._owner_since[slot] = step
         self._step[slot] = -1
 
-    def update(self, landed: Landed, typical: np.ndarray) -> None:
-        """Take in a step; ``typical`` ``[gamma]`` stands for slots that were not drafted."""
+    def update(self, landed: Landed, typical: Callable[[], np.ndarray]) -> None:
+        """Take in a step; ``typical()`` ``[gamma]`` stands for slots that were not drafted."""
         # A step that ran before the slot changed hands says nothing of the new owner.
         mine = self._owner_since[landed.slots] <= landed.step
         slots = landed.slots[mine]
         self._confidence[slots] = landed.agreed.confidence[mine]
-        self._confidence[slots, landed.width :] = typical[landed.width :]
+        if landed.width < self._confidence.shape[1]:
+            self._confidence[slots, landed.width :] = typical()[landed.width :]
         self._step[slots] = landed.step
         self._width[slots] = landed.width
 

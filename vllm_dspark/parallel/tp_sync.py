@@ -170,13 +170,15 @@ class TpSync:
         return plan
 
     def agree_split(
-        self, lens: torch.Tensor | None, drafts: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Device lengths `[num_reqs]` int32 (None: the host decided) and ids `[num_reqs, gamma]`.
+        self, lens: torch.Tensor | None, draft_tokens: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Device lengths `[num_reqs]` int32 that count, the same tensor where nothing was replaced;
+        None if the host decided.
 
-        The same tensors come back where nothing was replaced.
+        Drafted ids that count replace those of `slots` `[num_reqs]` in `draft_tokens`
+        `[max_num_reqs, gamma]`.
         """
-        return lens, drafts
+        return lens
 
     def agree_accept(
         self, token_ids: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor
@@ -286,16 +288,17 @@ class OutputsSync(TpSync):
         return HostPlan.from_wire(wire) if SyncSite.PLAN in self.sites else plan
 
     def agree_split(
-        self, lens: torch.Tensor | None, drafts: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, lens: torch.Tensor | None, draft_tokens: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor | None:
+        drafts = draft_tokens[slots]
         first = torch.full_like(drafts[:, 0], _UNKNOWN) if lens is None else lens
         packed = torch.cat([first.to(torch.int32).unsqueeze(1), drafts.to(torch.int32)], dim=1)
         self._device_broadcast(packed, SyncSite.LENS)
         if lens is not None and SyncSite.LENS in self.sites:
             lens = packed[:, 0].contiguous()
         if SyncSite.DRAFT in self.sites:
-            drafts = packed[:, 1:].to(drafts.dtype)
-        return lens, drafts
+            draft_tokens[slots] = packed[:, 1:].to(draft_tokens.dtype)
+        return lens
 
 
 _PROTOCOLS: dict[str, type[TpSync]] = {
