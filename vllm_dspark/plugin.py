@@ -106,12 +106,7 @@ def _prepare_server(vllm_config: Any) -> None:
 
     config = DSparkConfig.from_vllm_config(vllm_config)
     config.check_block(vllm_config.speculative_config.num_speculative_tokens)
-    try:
-        compat.require()
-    except compat.MissingHookError as error:
-        if config.strict:
-            raise
-        logger.error("DSpark runs natively, the plugin needs what this host lacks: %s", error)
+    compat.usable(strict=config.strict)
     if config.metrics:
         metrics_export.prepare_parent()
         metrics_export.install_exporter()

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     table = fit(blocks, np.ones(len(blocks), dtype=np.bool_))
     with writing(args.out):
         save_calibration(table, args.out)
-    changed = [name for name, *_ in _changed(table)]
+    changed = [REGIME_NAMES[regime] for regime in table.changed]
     where = "every regime" if len(changed) == NUM_REGIMES else ", ".join(changed)
     print(f"calibration of {where} written to {args.out}")
     print(f'use it with --additional-config \'{{"dspark": {{"calibration": "{args.out}"}}}}\'')
@@ -202,14 +202,6 @@ def _everywhere(
         return fitted
     only = next(iter(fitted.values()))
     return dict.fromkeys(range(NUM_REGIMES), only)
-
-
-def _changed(table: CalibrationTable) -> list[tuple[str, Floats, Floats]]:
-    return [
-        (name, scale, bias)
-        for name, scale, bias in zip(REGIME_NAMES, table.scale, table.bias, strict=True)
-        if not ((scale == 1.0).all() and (bias == 0.0).all())
-    ]
 
 
 # -- what a table makes of the blocks ----------------------------------------------------------

@@ -19,9 +19,9 @@ import numpy as np
 
 from vllm_dspark.cli import CommandError
 from vllm_dspark.cli.recorded import UNTRIMMED_MODES, Floats, Ints
-from vllm_dspark.core.cost_fit import StepSample, fit_cost_model
+from vllm_dspark.core.cost_fit import StepSample, fit_cost_model, line_model
 from vllm_dspark.core.cost_io import Fingerprint, FingerprintMismatch, cost_from_dict
-from vllm_dspark.core.cost_model import CostModel, Curve, CurveRule
+from vllm_dspark.core.cost_model import CostModel
 from vllm_dspark.core.foreign_cost import is_foreign
 from vllm_dspark.core.tiers import ExecMode, TierLadder
 from vllm_dspark.records import StepRecord
@@ -118,12 +118,8 @@ def _plane(times: StepTimes, rows: Any, request_ms: float | None = None) -> Cost
         found = _robust(np.stack(columns[:2], axis=1), ms)
     slope = max(float(found[1]), 0.0)
     per_request = float(found[2]) if len(found) == 3 else 0.0
-    # Robust to a slope that was cut off at zero, and never free.
     rest = ms - slope * tokens - per_request * requests
-    fixed = max(float(np.median(rest)), 0.05 * float(np.median(ms)))
-    sizes = np.array([1, int(tokens.max())])
-    curve = Curve(sizes, fixed + slope * sizes, limit=0, rule=CurveRule.NEXT)
-    return CostModel({ExecMode.EAGER: curve}, request_ms=request_ms or per_request)
+    return line_model(tokens, rest, ms, slope, request_ms or per_request)
 
 
 def _tell_apart(tokens: Floats, requests: Floats) -> bool:

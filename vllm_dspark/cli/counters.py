@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_dspark.metrics_snapshot import PREFIX
+
 HOST_PREFIX = "vllm:spec_decode_num_"
-PLUGIN_PREFIX = "vllm:dspark_draft_tokens_"
+PLUGIN_PREFIX = PREFIX + "draft_tokens_"
 
 # The plugin publishes its counters about every half second.
 SETTLE_S = 1.2

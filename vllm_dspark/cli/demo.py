@@ -10,19 +10,17 @@ agree (up to near-ties of the target, each shown with its logit gap) and the acc
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_dspark.cli import FAILURE, CommandError
 from vllm_dspark.cli.counters import settled
 from vllm_dspark.cli.figures import DemoFigures, write_json
-from vllm_dspark.cli.server import READY_LIMIT_S, Server, ServerError, ServerOptions
+from vllm_dspark.cli.server import READY_LIMIT_S, Server, ServerOptions
 from vllm_dspark.cli.traffic import PROMPT, Client, Greedy, read_prompts
 from vllm_dspark.cpu.host import gpu_present
 
@@ -74,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         print("1/2  server without speculation")
-        with plain, _requests_of(plain):
+        with plain, plain.requests():
             client = _ready(plain, args.ready_limit_s)
             expected, seconds_without = _greedy(client, prompts, args.tokens)
         print("2/2  server with DSpark")
         dspark.start()
-        with _requests_of(dspark):
+        with dspark.requests():
             client = _ready(dspark, args.ready_limit_s)
             for name, check in client.checks().items():
                 print(f"     {name}: {check()}")
@@ -101,17 +99,6 @@ def run(args: argparse.Namespace) -> int:
         differences=differences,
     )
     return _finish(figures, dspark, args)
-
-
-@contextlib.contextmanager
-def _requests_of(server: Server) -> Iterator[None]:
-    """A request that fails becomes a `ServerError` that shows the server's log."""
-    from openai import OpenAIError
-
-    try:
-        yield
-    except OpenAIError as error:
-        raise ServerError(server.with_log(f"a request failed: {error}")) from error
 
 
 def _finish(figures: DemoFigures, dspark: Server, args: argparse.Namespace) -> int:
@@ -163,6 +150,12 @@ def speculative_config(draft: Path) -> dict[str, Any]:
     return {"method": "dspark", "model": str(draft), "num_speculative_tokens": block_size}
 
 
+def pair_options(**options: Any) -> ServerOptions:
+    """Options of a server that speculates with the demo pair, and others of `ServerOptions`."""
+    target, draft = pair(None, None)
+    return ServerOptions(str(target), SERVED_NAME, speculative=speculative_config(draft), **options)
+
+
 def snippets(server: Server) -> str:
     """How to talk to the server that was left up, and how to end it."""
     body = json.dumps({"model": SERVED_NAME, "prompt": PROMPT, "max_tokens": 64, "temperature": 0})
@@ -184,19 +177,7 @@ end it with: kill {server.pid}
 
 
 def _ready(server: Server, limit_s: float) -> Client:
-    from tqdm import tqdm
-
-    # A bar of the time limit: nothing else about a start-up is known beforehand. None hides it when
-    # stderr is no terminal.
-    with tqdm(
-        total=limit_s,
-        desc="     starting",
-        bar_format="{desc} {bar} {n:.0f} of at most {total:.0f} s",
-        leave=False,
-        disable=None,
-    ) as bar:
-        took_s = server.wait_ready(limit_s, lambda elapsed_s: bar.update(elapsed_s - bar.n))
-    print(f"     ready after {took_s:.0f} s")
+    print(f"     ready after {server.show_start(limit_s):.0f} s")
     client = Client(server.url, SERVED_NAME)
     # The first request of a server pays for lazy set-up, which is no part of its speed.
     client.completion()

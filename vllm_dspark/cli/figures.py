@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_dspark import __version__
+from vllm_dspark import __version__, compat
 from vllm_dspark.cli.counters import Counters
 from vllm_dspark.cli.traffic import NEAR_TIE_LOGIT_GAP, Difference
 
@@ -121,13 +120,8 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of Python, the plugin, and what is installed of `DISTRIBUTIONS`."""
-    found = {"python": platform.python_version(), "vllm-dspark": __version__}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    own = {"python": platform.python_version(), "vllm-dspark": __version__}
+    return own | compat.versions(DISTRIBUTIONS)
 
 
 def machine() -> dict[str, Any]:
@@ -135,7 +129,7 @@ def machine() -> dict[str, Any]:
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
     }
 
@@ -156,7 +150,8 @@ def commit() -> str | None:
     return answer.stdout.strip()
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
+    """Name of the processor, None where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -10,7 +10,6 @@ without host work in between; elsewhere the recorded step times are fitted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from vllm_dspark.cli.recorded import (
     Recording,
     add_input_arguments,
     from_files,
+    positive,
     read_recording,
     server_directory,
 )
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--model", help="target checkpoint or name")
     own.add_argument("--draft", help="drafter checkpoint or name")
     own.add_argument(
-        "--gamma", type=_count, metavar="N", help="drafts per block (default: the drafter's)"
+        "--gamma", type=positive, metavar="N", help="drafts per block (default: the drafter's)"
     )
     own.add_argument(
         "--requests",
@@ -99,9 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="numbers of concurrent requests to measure (default: 1,2,4,8)",
     )
-    own.add_argument("--tokens", type=_count, default=48, help="tokens per request")
+    own.add_argument("--tokens", type=positive, default=48, help="tokens per request")
     own.add_argument("--prompt-file", type=Path, help='JSON lines with "prompt"')
-    own.add_argument("--max-model-len", type=_count, default=1024)
+    own.add_argument("--max-model-len", type=positive, default=1024)
     own.add_argument("--ready-limit-s", type=float, default=READY_LIMIT_S)
     own.add_argument(
         "--server-arguments",
@@ -208,17 +208,10 @@ def _speculative(args: argparse.Namespace) -> dict[str, Any]:
 def _measure(server: Server, args: argparse.Namespace, prompts: list[str]) -> Recording:
     from tqdm import tqdm
 
-    with tqdm(
-        total=args.ready_limit_s,
-        desc="     starting",
-        bar_format="{desc} {bar} {n:.0f} of at most {total:.0f} s",
-        leave=False,
-        disable=None,
-    ) as bar:
-        server.wait_ready(args.ready_limit_s, lambda elapsed_s: bar.update(elapsed_s - bar.n))
+    server.show_start(args.ready_limit_s)
     client = Client(server.url, SERVED_NAME)
     client.completion()
-    with _requests_of(server):
+    with server.requests():
         for level in tqdm(args.requests, desc="     requests side by side", disable=None):
             client.greedy_all(prompts[: _WAVES * level], args.tokens, level)
         try:
@@ -226,16 +219,6 @@ def _measure(server: Server, args: argparse.Namespace, prompts: list[str]) -> Re
         except TimeoutError as error:
             raise CommandError(server.with_log(str(error))) from None
     return from_files([Path(path) for path in paths])
-
-
-@contextlib.contextmanager
-def _requests_of(server: Server) -> Iterator[None]:
-    from openai import OpenAIError
-
-    try:
-        yield
-    except OpenAIError as error:
-        raise CommandError(server.with_log(f"a request failed: {error}")) from error
 
 
 # -- output ------------------------------------------------------------------------------------
@@ -292,11 +275,5 @@ def chart(profile: Profile) -> Chart:
     return plot
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
-    return int(text)
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part) for part in text.split(",")}))
+    return tuple(sorted({positive(part) for part in text.split(",")}))

@@ -255,7 +255,7 @@ def _blocks_of(records: Iterable[StepRecord], gamma: int, path: Path) -> Blocks:
     with_regimes = bool(steps) and all(r.regimes is not None for r in steps)
     for record in steps:
         for row, request in _drafted_rows(record, numbers):
-            values = _row(record, row, gamma)
+            values = _row(record, row)
             if len(values["survivals"]) != gamma:
                 raise CommandError(f"{path}: step {record.step} has blocks of another gamma")
             values["request"] = request
@@ -285,6 +285,13 @@ _ROWS = (
 )
 
 
+def positive(text: str) -> int:
+    """An option's value that counts something."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
+    return int(text)
+
+
 def _drafted_rows(record: StepRecord, numbers: dict[str, int]) -> Iterator[tuple[int, int]]:
     """Rows with drafts, and the number of the request of each."""
     for row in np.flatnonzero(record.scheduled > 0).tolist():
@@ -292,7 +299,7 @@ def _drafted_rows(record: StepRecord, numbers: dict[str, int]) -> Iterator[tuple
         yield row, numbers.setdefault(name, len(numbers))
 
 
-def _row(record: StepRecord, row: int, gamma: int) -> dict[str, Any]:
+def _row(record: StepRecord, row: int) -> dict[str, Any]:
     assert record.verify_lens is not None and record.survivals is not None
     assert record.accepted is not None
     survivals = np.asarray(record.survivals[row], dtype=np.float64)

@@ -25,7 +25,7 @@ from vllm_dspark.cli.costs import (
     step_times,
 )
 from vllm_dspark.cli.outputs import write_text
-from vllm_dspark.cli.recorded import Recording, add_input_arguments, read_recording
+from vllm_dspark.cli.recorded import Recording, add_input_arguments, positive, read_recording
 from vllm_dspark.core.calibration import CalibrationTable
 from vllm_dspark.core.calibration_io import load_calibration
 from vllm_dspark.core.planner import Planner
@@ -80,12 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--requests",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="requests decoded side by side (default: as in the records, 8 for a trace)",
     )
     parser.add_argument(
-        "--context", type=_positive, default=0, metavar="TOKENS", help="KV tokens of every request"
+        "--context", type=positive, default=0, metavar="TOKENS", help="KV tokens of every request"
     )
     parser.add_argument(
         "--lagged",
@@ -267,9 +267,3 @@ def _record(recording: Recording, requests: int, outcomes: Sequence[Outcome]) ->
             for o in outcomes
         ],
     }
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
-    return int(text)

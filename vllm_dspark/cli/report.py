@@ -118,7 +118,9 @@ def build(recording: Recording | None, metrics: Snapshot | None) -> str:
     )
     parts = [
         page.summary(counted, recording, comparison),
-        page.alarms(_alarms(counted), views.Totals.of(counted).steps, Thresholds().min_steps),
+        page.alarms(
+            Alarms().check(counted), views.Totals.of(counted).steps, Thresholds().min_steps
+        ),
         page.limits(counted),
         page.charts(counted, found, [] if recording is None else recording.records),
         page.position_table(found),
@@ -160,10 +162,6 @@ def _measured_rate(recording: Recording) -> float:
         return float("nan")
     tokens, ms = np.array(timed).sum(axis=0)
     return 1e3 * float(tokens) / float(ms)
-
-
-def _alarms(snapshot: Snapshot) -> list[str]:
-    return Alarms().check(snapshot)
 
 
 def _subtitle(recording: Recording | None, metrics: Snapshot | None) -> str:

@@ -11,10 +11,10 @@ import numpy as np
 from vllm_dspark.cli.charts import Chart
 from vllm_dspark.cli.costs import step_times, step_tokens
 from vllm_dspark.cli.recorded import Blocks
-from vllm_dspark.metrics_snapshot import Snapshot, by_label, calibration_errors, total
+from vllm_dspark.metrics_snapshot import PREFIX, Snapshot, by_label, calibration_errors, total
 from vllm_dspark.records import StepRecord
 
-D = "vllm:dspark_"
+D = PREFIX
 _MOST_POINTS = 600
 
 REASONS = {

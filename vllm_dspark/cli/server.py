@@ -20,7 +20,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -150,6 +150,31 @@ class Server:
             if elapsed_s > limit_s:
                 raise ServerError(self.with_log(f"the server is not ready after {limit_s:.0f} s"))
             time.sleep(0.5)
+
+    def show_start(self, limit_s: float) -> float:
+        """`wait_ready` behind a progress bar."""
+        from tqdm import tqdm
+
+        # A bar of the time limit: nothing else about a start-up is known beforehand. None hides it
+        # when stderr is no terminal.
+        with tqdm(
+            total=limit_s,
+            desc="     starting",
+            bar_format="{desc} {bar} {n:.0f} of at most {total:.0f} s",
+            leave=False,
+            disable=None,
+        ) as bar:
+            return self.wait_ready(limit_s, lambda elapsed_s: bar.update(elapsed_s - bar.n))
+
+    @contextlib.contextmanager
+    def requests(self) -> Iterator[None]:
+        """A request that fails inside becomes a `ServerError` that shows the server's log."""
+        from openai import OpenAIError
+
+        try:
+            yield
+        except OpenAIError as error:
+            raise ServerError(self.with_log(f"a request failed: {error}")) from error
 
     def check_alive(self) -> None:
         """Raises `ServerError` if the process has ended."""

@@ -112,10 +112,8 @@ class CalibrationTable:
         return cls(np.ones((NUM_REGIMES, gamma)), np.zeros((NUM_REGIMES, gamma)))
 
     @classmethod
-    def from_temperatures(
-        cls, temperatures: Sequence[float], regimes: Sequence[int] | None = None, version: int = 0
-    ) -> "CalibrationTable":
-        """STS temperatures `[gamma]` for the given regimes (default: all), identity elsewhere.
+    def from_temperatures(cls, temperatures: Sequence[float]) -> "CalibrationTable":
+        """STS temperatures `[gamma]` for every regime.
 
         Raises:
             ValueError: unless every temperature is finite and positive.
@@ -123,9 +121,8 @@ class CalibrationTable:
         values = np.asarray(temperatures, dtype=np.float64)
         if values.ndim != 1 or not len(values) or not (np.isfinite(values) & (values > 0)).all():
             raise ValueError(f"temperatures={temperatures!r}: must be finite and positive")
-        scale = np.ones((NUM_REGIMES, len(values)))
-        scale[list(range(NUM_REGIMES)) if regimes is None else list(regimes)] = 1.0 / values
-        return cls(scale, np.zeros_like(scale), version)
+        scale = np.tile(1.0 / values, (NUM_REGIMES, 1))
+        return cls(scale, np.zeros_like(scale))
 
     def with_regimes(
         self, rows: Mapping[int, tuple[FloatArray, FloatArray]], version: int
@@ -139,6 +136,11 @@ class CalibrationTable:
     @property
     def gamma(self) -> int:
         return int(self.scale.shape[1])
+
+    @property
+    def changed(self) -> list[int]:
+        """Regimes that are not the identity."""
+        return [regime for regime, same in enumerate(self._identity) if not same]
 
     def apply(self, confidence: FloatArray, regimes: IntArray | int = 0) -> Float32Array:
         """Calibrated confidences, position-major.

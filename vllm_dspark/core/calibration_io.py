@@ -15,6 +15,7 @@ import numpy as np
 
 from vllm_dspark.core.arrays import FloatArray
 from vllm_dspark.core.calibration import REGIME_NAMES, CalibrationTable
+from vllm_dspark.core.json_fields import json_object
 
 FORMAT = "vllm-dspark-calibration"
 STS_KEYS = ("temperatures", "sts_temperatures")
@@ -23,9 +24,11 @@ STS_KEYS = ("temperatures", "sts_temperatures")
 def calibration_to_dict(table: CalibrationTable) -> dict[str, Any]:
     """JSON form, regimes that change nothing left out."""
     regimes = {
-        name: {"scale": [float(x) for x in scale], "bias": [float(x) for x in bias]}
-        for name, scale, bias in zip(REGIME_NAMES, table.scale, table.bias, strict=True)
-        if not ((scale == 1.0).all() and (bias == 0.0).all())
+        REGIME_NAMES[regime]: {
+            "scale": [float(x) for x in table.scale[regime]],
+            "bias": [float(x) for x in table.bias[regime]],
+        }
+        for regime in table.changed
     }
     return {
         "format": FORMAT,
@@ -55,10 +58,10 @@ def calibration_from_dict(data: Mapping[str, Any], gamma: int) -> CalibrationTab
     if data.get("gamma") != gamma:
         raise ValueError(f"gamma={data.get('gamma')!r} of the calibration: this draft has {gamma}")
     rows = {}
-    for name, entry in _object(data.get("regimes", {}), "regimes").items():
+    for name, entry in json_object(data.get("regimes", {}), "regimes").items():
         if name not in REGIME_NAMES:
             raise ValueError(f"regime {name!r}: must be one of {list(REGIME_NAMES)}")
-        fields = _object(entry, name)
+        fields = json_object(entry, name)
         rows[REGIME_NAMES.index(name)] = (
             _numbers(fields.get("scale"), f"{name}.scale", gamma),
             _numbers(fields.get("bias"), f"{name}.bias", gamma),
@@ -75,15 +78,9 @@ def load_calibration(path: str | Path, gamma: int) -> CalibrationTable:
     """Read a calibration file for blocks of `gamma` drafts; errors name the file."""
     try:
         data = json.loads(Path(path).read_text())
-        return calibration_from_dict(_object(data, "calibration"), gamma)
+        return calibration_from_dict(json_object(data, "calibration"), gamma)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: must be an object, got {type(value).__name__}")
-    return value
 
 
 def _numbers(value: Any, name: str, length: int) -> FloatArray:

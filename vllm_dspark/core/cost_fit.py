@@ -40,7 +40,6 @@ def fit_cost_model(
     samples: Iterable[StepSample],
     ladders: Mapping[ExecMode, TierLadder],
     draft_width: int,
-    ragged_ms: float = 0.0,
 ) -> CostModel:
     """Fit every term that the samples can tell apart.
 
@@ -83,7 +82,6 @@ def fit_cost_model(
         context_token_ms=float(slopes[0]),
         logit_row_ms=float(slopes[1]),
         request_ms=float(slopes[2]),
-        ragged_ms=ragged_ms,
     )
 
 
@@ -183,3 +181,26 @@ def _fit_draft(steps: Sequence[StepSample], reference: int) -> tuple[Curve | Non
     slot = float(_within_cell_slopes([s.requests for s in drafted], extra, times)[0])
     sizes, ms = _medians([s.requests for s in drafted], times - slot * extra[:, 0])
     return Curve(sizes, np.maximum(ms, 0.0)), slot
+
+
+def line_model(
+    tokens: Float64Array,
+    rest_ms: Float64Array,
+    ms: Float64Array,
+    token_ms: float,
+    request_ms: float,
+) -> CostModel:
+    """Steps without graphs as a line over tokens that costs `token_ms` a token.
+
+    Args:
+        tokens: `[n]` tokens of the measured steps; the line is sampled at 1 and at the largest.
+        rest_ms: `[n]` what tokens and requests leave unexplained. Its median is the intercept:
+            robust to a slope that was cut off at zero.
+        ms: `[n]` measured times; a step is never free, it costs 5 % of their median at least.
+        token_ms: slope.
+        request_ms: cost of a request.
+    """
+    fixed = max(float(np.median(rest_ms)), 0.05 * float(np.median(ms)))
+    sizes = np.array([1, int(tokens.max())])
+    curve = Curve(sizes, fixed + token_ms * sizes, limit=0)
+    return CostModel({ExecMode.EAGER: curve}, request_ms=request_ms)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dspark.core.cost_model import CostModel, Curve, CurveRule
-from vllm_dspark.core.foreign_cost import foreign_cost_from_dict, is_foreign, number, numbers
+from vllm_dspark.core.foreign_cost import foreign_cost_from_dict, is_foreign
+from vllm_dspark.core.json_fields import json_object, number, numbers
 from vllm_dspark.core.tiers import ExecMode
 
 FORMAT = "vllm-dspark-cost"
@@ -85,8 +86,8 @@ def cost_from_dict(data: Mapping[str, Any], expected: Fingerprint | None = None)
     if data.get("format") != FORMAT:
         raise ValueError(f"not a cost table: unknown fields {sorted(data)}")
     if expected is not None:
-        expected.check(_object(data.get("fingerprint"), "fingerprint"))
-    verify = _object(data.get("verify"), "verify")
+        expected.check(json_object(data.get("fingerprint"), "fingerprint"))
+    verify = json_object(data.get("verify"), "verify")
     unknown = set(verify) - {mode.value for mode in ExecMode}
     if unknown:
         raise ValueError(f"verify: unknown modes {sorted(unknown)}, allowed {list(ExecMode)}")
@@ -96,7 +97,7 @@ def cost_from_dict(data: Mapping[str, Any], expected: Fingerprint | None = None)
         draft_width=int(number(data.get("draft_width", 0), "draft_width")),
         draft_widths={
             int(width): _curve(curve, f"draft_widths.{width}")
-            for width, curve in _object(data.get("draft_widths", {}), "draft_widths").items()
+            for width, curve in json_object(data.get("draft_widths", {}), "draft_widths").items()
         },
         requests=_optional_curve(data.get("requests"), "requests"),
         **{name: number(data.get(name, 0.0), name) for name in _TERMS},
@@ -111,7 +112,8 @@ def save_cost(model: CostModel, fingerprint: Fingerprint, path: str | Path) -> N
 def load_cost(path: str | Path, expected: Fingerprint | None = None) -> CostModel:
     """Read a cost file; errors keep their type and name the file."""
     try:
-        return cost_from_dict(_object(json.loads(Path(path).read_text()), "cost table"), expected)
+        data = json.loads(Path(path).read_text())
+        return cost_from_dict(json_object(data, "cost table"), expected)
     except FingerprintMismatch as error:
         raise FingerprintMismatch(f"{path}: {error}") from error
     except ValueError as error:
@@ -128,7 +130,7 @@ def _curve_to_dict(curve: Curve) -> dict[str, Any]:
 
 
 def _curve(data: Any, name: str) -> Curve:
-    entry = _object(data, name)
+    entry = json_object(data, name)
     limit, rule = entry.get("limit"), entry.get("rule", CurveRule.NEXT.value)
     if rule not in list(CurveRule):
         raise ValueError(f"{name}.rule={rule!r}: must be one of {[r.value for r in CurveRule]}")
@@ -145,9 +147,3 @@ def _curve(data: Any, name: str) -> Curve:
 
 def _optional_curve(data: Any, name: str) -> Curve | None:
     return None if data is None else _curve(data, name)
-
-
-def _object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: must be an object, got {type(value).__name__}")
-    return value

@@ -17,6 +17,7 @@ import numpy as np
 
 from vllm_dspark.core.arrays import Float64Array, IntArray
 from vllm_dspark.core.cost_model import CostModel, Curve, CurveRule
+from vllm_dspark.core.json_fields import number, numbers
 from vllm_dspark.core.tiers import ExecMode
 
 _MARKS = ("bias_seconds", "sample_batch_tokens", "token_counts")
@@ -138,25 +139,3 @@ def _without_context(
     model: CostModel, tokens: IntArray, requests: int, mode: ExecMode
 ) -> Float64Array:
     return model.step_ms(tokens, requests, 0, tokens, mode)
-
-
-def number(value: Any, name: str) -> float:
-    """A finite number of a parsed file.
-
-    Raises:
-        ValueError: naming the field.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-        raise ValueError(f"{name}={value!r}: must be a finite number")
-    return float(value)
-
-
-def numbers(value: Any, name: str) -> Float64Array:
-    """A non-empty list of finite numbers `[n]` of a parsed file.
-
-    Raises:
-        ValueError: naming the field.
-    """
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name}: must be a non-empty list of numbers, got {value!r}")
-    return np.array([number(x, name) for x in value], dtype=np.float64)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_dspark.core.cost_model import CostModel, Curve
+from vllm_dspark.core.cost_fit import line_model
+from vllm_dspark.core.cost_model import CostModel
 from vllm_dspark.core.live_cost import Corrections, LiveCost
 from vllm_dspark.core.planner import Planner
-from vllm_dspark.core.tiers import ExecMode
 from vllm_dspark.engine.decision import StepDecision
 
 FIRST_FIT_STEPS = 48
@@ -93,9 +93,7 @@ def fit_line(samples: np.ndarray) -> CostModel | None:
     if tokens.min() == tokens.max():
         return None
     slope = max(float(np.polyfit(tokens, ms, 1)[0]), 0.0)
-    fixed = max(float(np.median(ms - slope * tokens)), 0.05 * float(np.median(ms)))
-    sizes = np.array([1, int(tokens.max())])
-    return CostModel({ExecMode.EAGER: Curve(sizes, fixed + slope * sizes, limit=0)})
+    return line_model(tokens, ms - slope * tokens, ms, slope, request_ms=0.0)
 
 
 def spread(corrections: Corrections, model: CostModel) -> Corrections:

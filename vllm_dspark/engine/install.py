@@ -46,12 +46,7 @@ def _take_over(vllm_config: Any) -> Session | None:
         MissingHookError: the host lacks a symbol and ``strict`` is set.
     """
     config = DSparkConfig.from_vllm_config(vllm_config)
-    try:
-        compat.require()
-    except compat.MissingHookError as error:
-        if config.strict:
-            raise
-        logger.error("DSpark runs natively, the plugin needs what this host lacks: %s", error)
+    if not compat.usable(strict=config.strict):
         return None
     session = open_session(vllm_config.speculative_config, config)
     session.widths = _draft_widths(config, vllm_config)
@@ -77,13 +72,13 @@ def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
     """
     gamma = vllm_config.speculative_config.num_speculative_tokens
     config.check_block(gamma)
-    trims = config.verify in ("auto", "compact") and not obstacle(host_facts(vllm_config))
+    facts = host_facts(vllm_config)
+    trims = config.verify in ("auto", "compact") and not obstacle(facts)
     if not trims:
         return (gamma,)
     if config.draft_width != "auto":
         return (config.draft_width,)
-    graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    return widths_for(gamma) if graphs else (gamma,)
+    return widths_for(gamma) if facts.full_graphs else (gamma,)
 
 
 def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
@@ -202,8 +197,7 @@ def _wrap_graph_mode(original: Any, runner: ModuleType) -> Any:
 def _wrap_graph_manager(original: Any, runner: ModuleType) -> Any:
     @functools.wraps(original, updated=())
     def model_cuda_graph_manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        speculative = vllm_config.speculative_config
-        session = find_session(speculative) if speculative is not None else None
+        session = find_session(vllm_config.speculative_config)
         if session is None or session.planner is None:
             return original(vllm_config, *args, **kwargs)
         from vllm_dspark.engine import assembly
@@ -232,7 +226,7 @@ def _wrap_prepare_inputs(original: Any, runner: ModuleType) -> Any:
     @functools.wraps(original)
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(self, *args, **kwargs)
-        session = find_session(self.speculative_config) if self.speculative_config else None
+        session = find_session(self.speculative_config)
         if session is not None and session.planner is not None:
             session.planner.make_exact(batch)
         return batch
@@ -243,7 +237,7 @@ def _wrap_prepare_inputs(original: Any, runner: ModuleType) -> Any:
 def _wrap_capture_model(original: Any, runner: ModuleType) -> Any:
     @functools.wraps(original)
     def capture_model(self: Any, **kwargs: Any) -> Any:
-        session = find_session(self.speculative_config) if self.speculative_config else None
+        session = find_session(self.speculative_config)
         planner = session.planner if session is not None else None
         if planner is None or kwargs.get("profile_only") or session.config.cost_table is not None:
             return original(self, **kwargs)

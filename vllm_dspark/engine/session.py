@@ -81,5 +81,7 @@ def open_session(speculative_config: Any, config: DSparkConfig) -> Session:
 
 
 def find_session(speculative_config: Any) -> Session | None:
-    """Session of the runner that owns this speculative config, if the plugin has taken it over."""
+    """Session of the runner that owns this speculative config (None: it has none), if the plugin
+    has taken it over.
+    """
     return _sessions.get(id(speculative_config))

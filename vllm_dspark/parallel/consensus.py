@@ -377,8 +377,6 @@ def open_checker(
     consensus_interval: int,
     group: Group,
     on_disagreement: OnDisagreement | None = None,
-    timeout_s: float | None = None,
-    dump_folder: str | None = None,
 ) -> ConsensusChecker | None:
     """The checker that `dspark.tp_sync` and `dspark.consensus_interval` ask for, None if neither.
 
@@ -388,10 +386,7 @@ def open_checker(
     if group.world_size == 1 or not (audits or consensus_interval):
         return None
     options = ConsensusOptions(
-        interval=consensus_interval or _AUDIT_INTERVAL,
-        stops=consensus_interval > 0,
-        dump_folder=dump_folder,
-        **({} if timeout_s is None else {"timeout_s": timeout_s}),
+        interval=consensus_interval or _AUDIT_INTERVAL, stops=consensus_interval > 0
     )
     exchange = PeerExchange.open(group.ranks, group.rank_in_group, options.timeout_s)
     # With a sync, differences were counted where they were mended; what is left stops the group.

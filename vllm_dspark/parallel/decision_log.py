@@ -24,7 +24,7 @@ class DecisionLog:
 
     def __init__(self, rank: int, switches: Switches) -> None:
         self._rank = rank
-        self.schedules = switches.debug_scheduler
+        self._schedules = switches.debug_scheduler
         self._graphs = switches.log_graph_key
 
     def planned(
@@ -41,7 +41,7 @@ class DecisionLog:
             admitted: `[num_reqs]` drafts admitted, None if only the device knows.
             confidence: `[num_reqs, gamma]` that the plan was made from.
         """
-        if not self.schedules:
+        if not self._schedules:
             return
         survivals = _survivals(confidence)
         for row, req_id in enumerate(req_ids):
@@ -58,7 +58,7 @@ class DecisionLog:
 
     def drafted(self, step: int, slots: np.ndarray, own_confidence: np.ndarray) -> None:
         """This rank's own block of `step`, whatever rank 0's was; `[num_reqs, gamma]`."""
-        if not self.schedules:
+        if not self._schedules:
             return
         for slot, survivals in zip(slots, _survivals(own_confidence), strict=True):
             logger.info(
