@@ -30,7 +30,7 @@ from vllm_dspark.cli.counters import settled
 from vllm_dspark.cli.figures import commit, machine, versions, write_json
 from vllm_dspark.cli.recorded import Recording, from_files, server_directory
 from vllm_dspark.cli.replay import Table, policy, replay_all
-from vllm_dspark.cli.server import Server, ServerOptions
+from vllm_dspark.cli.server import Server
 from vllm_dspark.cli.traffic import Client, read_prompts
 from vllm_dspark.core.calibration import CalibrationTable
 from vllm_dspark.core.tiers import TierLadder
@@ -54,14 +54,8 @@ class Run:
 
 def serve(name: str, dspark: dict[str, Any], prompts: list[str], tokens: int) -> Run:
     """Answer the prompts with one server and return its records and counters."""
-    target, draft = demo.pair(None, None)
     with tempfile.TemporaryDirectory(prefix="vllm-dspark-operate-") as folder:
-        options = ServerOptions(
-            str(target),
-            demo.SERVED_NAME,
-            speculative=demo.speculative_config(draft),
-            dspark={"strict": True, "records": 20_000, **dspark},
-        )
+        options = demo.pair_options(dspark={"strict": True, "records": 20_000, **dspark})
         log = Path(folder) / "server.log"
         with Server(options, log, demo.gpu_present(), environment={"OMP_NUM_THREADS": "1"}) as s:
             s.wait_ready()

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 import vllm_dspark
+from vllm_dspark.cli.figures import cpu_model
 from vllm_dspark.core import (
     CalibrationTable,
     CostModel,
@@ -208,19 +209,14 @@ def provenance() -> dict[str, Any]:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
     head, dirty = git("rev-parse", "--verify", "-q", "HEAD"), git("status", "--porcelain")
     import vllm
 
     return {
-        "machine": {"cpu": cpu, "system": platform.platform(terse=True)},
+        "machine": {
+            "cpu": cpu_model() or platform.processor(),
+            "system": platform.platform(terse=True),
+        },
         "versions": {
             "python": platform.python_version(),
             "numpy": metadata.version("numpy"),

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import time
@@ -50,6 +49,13 @@ from tp_workloads import WORKLOADS, Answer, Request, send  # noqa: E402
 from vllm_dspark.cli import demo  # noqa: E402
 from vllm_dspark.cli.server import Server, ServerError  # noqa: E402
 from vllm_dspark.cli.traffic import Client, Greedy, read_prompts  # noqa: E402
+from vllm_dspark.metrics_snapshot import (  # noqa: E402
+    PREFIX,
+    Snapshot,
+    by_label,
+    parse_exposition,
+    total,
+)
 
 DRIFT = 1e-3
 PROTOCOLS = ("inputs", "outputs")
@@ -186,7 +192,9 @@ def run_server(soak: Soak, group: Sequence[Cell]) -> list[dict[str, Any]]:
             for cell in group:
                 rows.append(run_cell(soak, cell, running, disturbed))
                 print(json.dumps(rows[-1]), flush=True)
-            rows[-1]["values_that_drifted"] = disagreements(running.metrics_text())
+            rows[-1]["values_that_drifted"] = disagreements(
+                parse_exposition(running.metrics_text())
+            )
     except ServerError as error:
         print(error, flush=True)
         for cell in group[len(rows) :]:
@@ -209,14 +217,15 @@ def price(soak: Soak, protocol: str, short: bool) -> dict[str, Any]:
     with soak.serve(options(protocol), overlap=True, alternate=WINDOW_STEPS) as served:
         running, disturbed = served
         send(running.url, demo.SERVED_NAME, requests[:8], 8)
-        before, start = sync_totals(running.metrics_text()), disturbed.last_step() + 1
+        before = sync_totals(parse_exposition(running.metrics_text()))
+        start = disturbed.last_step() + 1
         answers = send(running.url, demo.SERVED_NAME, requests, 8)
         failed = [answer for answer in answers if answer.outcome != "ok"]
         if failed:
             raise RuntimeError(running.with_log(f"{protocol}: {failed[0]}"))
         time.sleep(1.5)
-        after = sync_totals(running.metrics_text())
-        drifted = disagreements(running.metrics_text())
+        counters = parse_exposition(running.metrics_text())
+        after, drifted = sync_totals(counters), disagreements(counters)
         steps = [step for step in disturbed.steps()[0].values() if step["step"] >= start]
     full = max(step["requests"] for step in steps)
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -242,19 +251,18 @@ def price(soak: Soak, protocol: str, short: bool) -> dict[str, Any]:
     }
 
 
-def sync_totals(metrics: str) -> dict[int, tuple[float, float]]:
+def sync_totals(metrics: Snapshot) -> dict[int, tuple[float, float]]:
     """Seconds in the sync and messages, by rank."""
-    found: dict[int, list[float]] = {rank: [0.0, 0.0] for rank in range(WORLD)}
-    pattern = r'^vllm:dspark_sync_(seconds|messages)_total\{[^}]*rank="(\d+)"[^}]*\} (\S+)$'
-    for name, rank, value in re.findall(pattern, metrics, re.MULTILINE):
-        found[int(rank)][name == "messages"] += float(value)
-    return {rank: (seconds, messages) for rank, (seconds, messages) in found.items()}
+    seconds, messages = (
+        by_label(metrics, f"{PREFIX}sync_{unit}_total", "rank") for unit in ("seconds", "messages")
+    )
+    ranks = {rank: str(rank) for rank in range(WORLD)}
+    return {r: (seconds.get(name, 0.0), messages.get(name, 0.0)) for r, name in ranks.items()}
 
 
-def disagreements(metrics: str) -> int:
+def disagreements(metrics: Snapshot) -> int:
     """Values of a rank that were not rank 0's and were replaced."""
-    pattern = r"^vllm:dspark_rank_disagreements_total\{[^}]*\} (\S+)$"
-    return sum(int(float(value)) for value in re.findall(pattern, metrics, re.MULTILINE))
+    return int(total(metrics, PREFIX + "rank_disagreements_total"))
 
 
 def main() -> int:

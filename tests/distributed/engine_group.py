@@ -13,7 +13,7 @@ from typing import Any
 import engine_faults
 
 from vllm_dspark.cli import demo
-from vllm_dspark.cli.server import Server, ServerOptions
+from vllm_dspark.cli.server import Server
 
 WORLD = 2
 # Each rank computes on its own core; one thread more and they steal from each other.
@@ -99,12 +99,8 @@ def server(
         overlap: asynchronous scheduling.
         alternate: steps with and without sync in turn, see `engine_faults`; 0 for always.
     """
-    target, draft = demo.pair(None, None)
     scheduling = "--async-scheduling" if overlap else "--no-async-scheduling"
-    options = ServerOptions(
-        str(target),
-        demo.SERVED_NAME,
-        speculative=demo.speculative_config(draft),
+    options = demo.pair_options(
         dspark=dspark,
         max_num_seqs=MAX_NUM_SEQS,
         extra=("--tensor-parallel-size", str(WORLD), scheduling),

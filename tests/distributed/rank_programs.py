@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 # Replaces CUDA's streams and events by empty ones, as a CPU worker of the host does. Comes first.
 import vllm.v1.worker.cpu.shm  # noqa: F401
-from simulation import GAMMA, Simulation, Spec, States, build_planner
+from simulation import GAMMA, Simulation, Spec, States, build_planner, counting
 
 from vllm_dspark.config import Switches
 from vllm_dspark.core import CostModel, ExecMode
@@ -104,12 +104,7 @@ def repeat_outputs(group: RankGroup, plans: list[list[Any]]) -> list[list[Any]]:
     `plans[step][rank]` is `(budget, lengths)`; None as lengths stands for the device's.
     """
     counter = Counter()
-    sync = open_tp_sync(
-        "outputs",
-        group,
-        on_sync=lambda seconds, messages: counter.update(messages=messages),
-        on_disagreement=lambda site, count: counter.update({site: count}),
-    )
+    sync = open_tp_sync("outputs", group, **counting(counter))
     assert sync is not None
     got = []
     for step, by_rank in enumerate(plans):
@@ -125,12 +120,7 @@ def repeat_outputs(group: RankGroup, plans: list[list[Any]]) -> list[list[Any]]:
 def repeat_inputs(group: RankGroup, missing_on: int) -> dict[str, Any]:
     """Rows that the *inputs* protocol gives when rank `missing_on` has no confidences."""
     counter = Counter()
-    sync = open_tp_sync(
-        "inputs",
-        group,
-        on_sync=lambda seconds, messages: counter.update(messages=messages),
-        on_disagreement=lambda site, count: counter.update({site: count}),
-    )
+    sync = open_tp_sync("inputs", group, **counting(counter))
     assert sync is not None
     rows, rank = BlockRows(2), group.rank_in_group
     confidence = torch.tensor([[0.5, 0.25], [float("nan"), 1.0]]) + rank
@@ -202,7 +192,7 @@ def check_decisions(
     )
     exchange = PeerExchange.open(group.ranks, group.rank_in_group, options.timeout_s)
     counter = Counter()
-    checker = ConsensusChecker(options, exchange, lambda site, count: counter.update({site: count}))
+    checker = ConsensusChecker(options, exchange, counting(counter)["on_disagreement"])
     odd = group.rank_in_group == group.world_size - 1
     for step in range(steps):
         if odd and step == stays_away_at:

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from faults import Fault, LateRelay, PollingRelay
 from toy_target import SplitTarget, draft_block, input_rows
 from vllm.config.compilation import CUDAGraphMode
-from vllm_dspark.engine.agreement import Agreement
 
 import vllm_dspark.engine.device_split as device_split
 import vllm_dspark.engine.planner as engine_planner
 from vllm_dspark.core import CostModel, ExecMode, Planner, PolicyConfig, TierLadder
 from vllm_dspark.core.cost_model import Curve
+from vllm_dspark.engine.agreement import Agreement
 from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.kernels.allocate import allocate_reference
 from vllm_dspark.parallel.consensus import ConsensusChecker, ConsensusOptions
@@ -69,6 +69,14 @@ def cost_model(slope: float) -> CostModel:
     return CostModel({ExecMode.FULL: Curve(sizes, 4.0 + slope * sizes)})
 
 
+def counting(counter: Counter[str]) -> dict[str, Any]:
+    """Callbacks of a sync that count its messages, and disagreements by site."""
+    return {
+        "on_sync": lambda seconds, messages: counter.update(messages=messages),
+        "on_disagreement": lambda site, count: counter.update({site: count}),
+    }
+
+
 class States:
     """The runner's request state, as far as it is read."""
 
@@ -100,12 +108,11 @@ class Simulation:
         self.step = 0
 
     def _build_planner(self) -> Any:
-        spec, group = self.spec, self.group
+        spec, group, callbacks = self.spec, self.group, counting(self.counter)
         sync = open_tp_sync(
             spec.protocol,
             group,
-            on_sync=lambda seconds, messages: self.counter.update(messages=messages),
-            on_disagreement=lambda site, count: self.counter.update({site: count}),
+            **callbacks,
             timeout_s=20.0,
         )
         checker = None
@@ -114,11 +121,7 @@ class Simulation:
                 spec.interval or 16, spec.interval > 0, timeout_s=6.0, flush_s=0.3, grace_s=2.0
             )
             exchange = PeerExchange.open(group.ranks, self.rank, options.timeout_s)
-            checker = ConsensusChecker(
-                options,
-                exchange,
-                lambda site, count: self.counter.update({site: count}),
-            )
+            checker = ConsensusChecker(options, exchange, callbacks["on_disagreement"])
         self.checker = checker
         self._play_devices()
         odd = spec.fault.kind == "cost" and spec.fault.rank == self.rank

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_dspark.cli import demo
-from vllm_dspark.cli.server import Server, ServerOptions
+from vllm_dspark.cli.server import Server
 from vllm_dspark.cli.traffic import Client
 
 # A pinned budget below the block makes every step with drafts a trimmed one.
@@ -17,10 +17,7 @@ DSPARK = {"strict": True, "verify": "compact", "budget_pin": 0.75}
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A ready server; its log is in the error if it does not become ready."""
-    target, draft = demo.pair(None, None)
-    options = ServerOptions(
-        str(target), demo.SERVED_NAME, speculative=demo.speculative_config(draft), dspark=DSPARK
-    )
+    options = demo.pair_options(dspark=DSPARK)
     log: Path = tmp_path_factory.mktemp("server") / "server.log"
     with Server(options, log, on_gpu=demo.gpu_present()) as running:
         running.wait_ready()

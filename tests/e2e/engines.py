@@ -23,6 +23,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from vllm_dspark.cli.demo import DEMO_FOLDER
+from vllm_dspark.cli.server import COMMON_ENVIRONMENT, CPU_ENVIRONMENT
 from vllm_dspark.cli.traffic import first_difference, read_prompts
 
 GAMMA = 7
@@ -36,16 +37,10 @@ NEAR_TIE_LOGIT_GAP = 1e-3
 STEADY = {"cost_correction": False}
 
 ENVIRONMENT = {
-    "TRITON_INTERPRET": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    **COMMON_ENVIRONMENT,
+    **CPU_ENVIRONMENT,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The demo pair is tiny: threads that wait for each other cost more than they compute.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
     "PYTHONFAULTHANDLER": "1",
 }
 DEFAULTS = {

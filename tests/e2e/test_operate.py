@@ -21,7 +21,7 @@ from vllm_dspark.cli import demo, main
 from vllm_dspark.cli.counters import settled
 from vllm_dspark.cli.record_metrics import snapshot_of
 from vllm_dspark.cli.recorded import Recording, from_files, server_directory
-from vllm_dspark.cli.server import Server, ServerOptions
+from vllm_dspark.cli.server import Server
 from vllm_dspark.cli.traffic import Client, read_prompts
 from vllm_dspark.core.calibration import REGIME_NAMES
 from vllm_dspark.metrics_snapshot import Snapshot, parse_exposition, total
@@ -60,14 +60,7 @@ def served(
     load: Callable[[Client], None],
     environment: Mapping[str, str] = ONE_RANK,
 ) -> Iterator[Served]:
-    target, draft = demo.pair(None, None)
-    options = ServerOptions(
-        str(target),
-        demo.SERVED_NAME,
-        speculative=demo.speculative_config(draft),
-        dspark={**RECORDED, **dspark},
-        extra=extra,
-    )
+    options = demo.pair_options(dspark={**RECORDED, **dspark}, extra=extra)
     log = folder / "server.log"
     with Server(options, log, on_gpu=demo.gpu_present(), environment=environment) as server:
         server.wait_ready()

@@ -4,6 +4,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before vLLM and Triton are imported: interpreted kernels and the V2 model runner.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -11,6 +12,7 @@ os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+import draft_harness as harness
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -48,6 +50,13 @@ def dspark_log() -> Iterator[_Records]:
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of the tiny random target; read only."""
+    directory = tmp_path_factory.mktemp("target")
+    return harness.write_checkpoint(directory, harness.target_config(), harness.target_weights())
 
 
 @pytest.fixture

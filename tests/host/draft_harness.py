@@ -9,21 +9,10 @@ up: the target is never run; its tapped hidden states are random numbers given t
 from __future__ import annotations
 
 import json
-import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-# Before vLLM and Triton are imported: interpreted kernels, V2 model runner, small KV cache.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
-# For `reference_drafter`, one level up.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch

@@ -48,12 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("target")
-    return harness.write_checkpoint(directory, harness.target_config(), harness.target_weights())
-
-
 def load(target: Path, directory: Path, config: dict[str, Any], cls: type | None = None) -> Any:
     from vllm_dspark.engine.proposer import DSparkProposer
 

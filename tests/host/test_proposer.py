@@ -16,12 +16,6 @@ from reference_drafter import ReferenceDrafter
 from vllm_dspark.engine.checkpoint import CheckpointError
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("target")
-    return harness.write_checkpoint(directory, harness.target_config(), harness.target_weights())
-
-
 def engine_config(target: Path, directory: Path, config: dict[str, Any], **options: Any) -> Any:
     draft = harness.write_checkpoint(directory, config, harness.draft_weights(config))
     return harness.engine_config(target, draft, **options)
