@@ -142,6 +142,12 @@ def test_counters_of_records_add_up(trimmed: Path) -> None:
     assert totals.accept_len == pytest.approx(recording.blocks.accept_len)
 
 
+@pytest.mark.parametrize(("share", "bypassed"), [(0.0, 40), (0.5, 0)])
+def test_bypass_steps_of_records_are_those_that_verify_nothing(share: float, bypassed: int) -> None:
+    snapshot = snapshot_of(synthetic.make_records(40, share), synthetic.GAMMA)
+    assert total(snapshot, views.D + "bypass_steps_total") == bypassed
+
+
 def test_conditional_acceptance_needs_blocks_where_drafts_are_trimmed(trimmed: Path) -> None:
     recording = from_files([trimmed])
     snapshot = snapshot_of(recording.records, synthetic.GAMMA)

@@ -34,13 +34,15 @@ def snapshot_of(
 
 
 def _observe(writer: MetricsWriter, record: StepRecord) -> None:
+    tokens, scheduled = step_tokens(record), int(record.scheduled.sum())
     writer.observe_plan(
         mode=record.mode,
         reason=record.reason,
-        scheduled_tokens=int(record.scheduled.sum()),
+        scheduled_tokens=scheduled,
         budget_tokens=record.budget,
         tier_tokens=record.tier_tokens,
-        padded_tokens=max(record.tier_tokens - step_tokens(record), 0),
+        padded_tokens=max(record.tier_tokens - tokens, 0),
+        bypass=tokens == record.base_tokens and scheduled > 0,
     )
     if record.accepted is not None and record.verify_lens is not None:
         admitted = np.asarray(record.verify_lens) - 1
