@@ -11,7 +11,7 @@ import pytest
 from vllm_dspark import __version__
 from vllm_dspark.cli import COMMANDS, CommandError, demo, main
 from vllm_dspark.cli.counters import Counters, settled
-from vllm_dspark.cli.figures import ACCEPT_LEN_WANTED, DemoFigures
+from vllm_dspark.cli.figures import ACCEPT_LEN_WANTED, DemoFigures, write_json
 from vllm_dspark.cli.traffic import (
     NEAR_TIE_LOGIT_GAP,
     Client,
@@ -222,3 +222,8 @@ class TestCommandLine:
         before = signal.getsignal(signal.SIGTERM)
         main(["demo", "--prompts", "1000000"])
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_figures_that_cannot_be_written_are_a_mistake_of_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="figures.json: cannot be written"):
+        write_json(tmp_path / "missing" / "figures.json", figures().record())

@@ -85,20 +85,20 @@ def run(args: argparse.Namespace) -> int:
             got, seconds = _greedy(client, prompts, args.tokens)
             counters = settled(dspark.metrics_text).since(before)
             differences = client.differences(expected, got)
+        figures = DemoFigures(
+            prompts=len(prompts),
+            tokens_per_prompt=args.tokens,
+            concurrency=CONCURRENCY,
+            seconds=seconds,
+            seconds_without=seconds_without,
+            counters=counters,
+            differences=differences,
+        )
+        return _finish(figures, dspark, args)
     except BaseException:
         dspark.stop()
         print(f"logs of the servers: {logs}", file=sys.stderr)
         raise
-    figures = DemoFigures(
-        prompts=len(prompts),
-        tokens_per_prompt=args.tokens,
-        concurrency=CONCURRENCY,
-        seconds=seconds,
-        seconds_without=seconds_without,
-        counters=counters,
-        differences=differences,
-    )
-    return _finish(figures, dspark, args)
 
 
 def _finish(figures: DemoFigures, dspark: Server, args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_dspark import __version__, compat
 from vllm_dspark.cli.counters import Counters
+from vllm_dspark.cli.outputs import write_text
 from vllm_dspark.cli.traffic import NEAR_TIE_LOGIT_GAP, Difference
 
 ACCEPT_LEN_WANTED = 3.0
@@ -115,7 +116,8 @@ def describe(difference: Difference) -> str:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    """Write a result file; errors as in `write_text`."""
+    write_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:

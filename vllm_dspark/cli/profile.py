@@ -210,8 +210,8 @@ def _measure(server: Server, args: argparse.Namespace, prompts: list[str]) -> Re
 
     server.show_start(args.ready_limit_s)
     client = Client(server.url, SERVED_NAME)
-    client.completion()
     with server.requests():
+        client.completion()
         for level in tqdm(args.requests, desc="     requests side by side", disable=None):
             client.greedy_all(prompts[: _WAVES * level], args.tokens, level)
         try:
