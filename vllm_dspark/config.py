@@ -69,10 +69,10 @@ class DSparkConfig(BaseModel):
     draft_width: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
         "auto", description="Slots of a drafted block: chosen by the load, or always this many."
     )
-    mixed_graphs: Literal["piecewise", "full"] = Field(
-        "piecewise",
-        description="Graphs for steps that mix prefill and decode: the host's piecewise ones, or "
-        "full ones where the attention backend replays any batch.",
+    mixed_graphs: Literal["auto", "piecewise", "full"] = Field(
+        "auto",
+        description="Graphs for steps that mix prefill and decode: full ones where the attention "
+        "backends replay any batch, or the host's piecewise ones.",
     )
     min_gain: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.02, description="Predicted gain in tokens per second that a trimmed step must promise."

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from vllm_dspark.engine.checkpoint import CheckpointError, block_size, validate_checkpoint
+from vllm_dspark.engine.draft_graphs import DraftGraphManager
 from vllm_dspark.engine.draft_model import DSparkQwen3ForCausalLM, target_shape
 from vllm_dspark.engine.draft_width import DraftFamilies
 from vllm_dspark.engine.registration import DRAFT_ARCHITECTURES
@@ -72,15 +73,12 @@ class DSparkProposer(DSparkSpeculator):
         return model
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        managers = []
         for width in self.families.widths:
             with self.families.at(width), self.families.capture_sizes():
                 super().init_cudagraph_manager(cudagraph_mode)
-
-    def capture(self) -> None:
-        # Widest first: graphs share a pool, and smaller ones fit into what larger ones freed.
-        for width in reversed(self.families.widths):
-            with self.families.at(width):
-                super().capture()
+            managers.append(self.query_cudagraph_manager)
+        self.query_cudagraph_manager = DraftGraphManager(managers, self.families.at_query)
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft a block of the width that the planner chose, `[num_reqs, gamma]`; columns past
