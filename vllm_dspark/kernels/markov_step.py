@@ -45,9 +45,11 @@ class LaunchOptions:
     num_stages: int
 
     def shared_bytes(self, rank: int, element_bytes: int) -> int:
-        """Shared memory of a program, rounded up: its rows of W2, and a tile in flight."""
+        """Shared memory of a program, rounded up: its rows of W2, and tiles in flight of W1's rows
+        and of base logits, which may be float32 whatever the weights are.
+        """
         row = triton.next_power_of_2(rank) * element_bytes
-        tile = self.tile_reqs * (row + self.block_vocab * element_bytes)
+        tile = self.tile_reqs * (row + self.block_vocab * 4)
         return self.block_vocab * row + self.num_stages * tile
 
 
