@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from markov_cases import (
@@ -173,3 +179,21 @@ def test_confidence_refuses_a_weight_that_does_not_fit() -> None:
             ValueError, match=r"confidence weight .*expected torch.float32 \(1, 8\)"
         ):
             confidence(hidden, weight, None, out)
+
+
+def test_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter accepts what a compiler may not."""
+    search = [str(Path(__file__).parents[2]), *sys.path]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": os.pathsep.join(search), "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("kernel_compiler.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(compiled) == 7
+    for kernel in compiled:
+        assert kernel["shared"] <= 232_448, kernel
+        assert kernel["matrix_product"] == kernel["kernel"].startswith(("greedy", "logits"))
+        assert kernel["maximum"] == kernel["kernel"].startswith("greedy")
