@@ -69,6 +69,11 @@ class DSparkConfig(BaseModel):
     draft_width: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
         "auto", description="Slots of a drafted block: chosen by the load, or always this many."
     )
+    fused_markov: Literal["auto", "off"] = Field(
+        "auto",
+        description="Sample a vanilla Markov head with fused kernels where they run, or always "
+        "with the host's own loop.",
+    )
     mixed_graphs: Literal["auto", "piecewise", "full"] = Field(
         "auto",
         description="Graphs for steps that mix prefill and decode: full ones where the attention "

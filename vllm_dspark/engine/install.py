@@ -104,6 +104,7 @@ def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
         session.attach_proposer(proposer)
         proposer.families.allow(session.widths)
         proposer.next_width = session.next_width
+        proposer.fused_markov = session.config.fused_markov == "auto"
         return proposer
 
     return init_speculator
