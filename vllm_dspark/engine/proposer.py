@@ -52,7 +52,8 @@ class DSparkProposer(DSparkSpeculator):
             vLLM's online estimator fill the same buffer.
         families: widths of the blocks that may be drafted; allow more than gamma before
             `init_cudagraph_manager`.
-        next_width: asked once per block for its width, gamma unless a planner sets it.
+        next_width: asked once per block for its width, gamma unless a planner sets it; 0 leaves
+            the block out, where the host can.
         fused_markov: whether fused kernels may sample a vanilla Markov head. Set it before the
             first block is drafted.
     """
@@ -88,11 +89,15 @@ class DSparkProposer(DSparkSpeculator):
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft a block of the width that the planner chose, `[num_reqs, gamma]`; columns past
-        the width hold what an earlier block left there and are never verified.
+        the width hold what an earlier block left there and are never verified. A width of 0 only
+        keeps the draft's context up to date.
         """
         width = self.next_width()
-        with self.families.at(width):
-            super().propose(*args, **kwargs)
+        if width == 0:
+            super().propose(*args, **{**kwargs, "num_speculative_tokens": 0})
+        else:
+            with self.families.at(width):
+                super().propose(*args, **kwargs)
         return self.draft_tokens[: args[0].num_reqs if args else kwargs["input_batch"].num_reqs]
 
     @functools.cached_property
