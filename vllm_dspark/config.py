@@ -69,6 +69,11 @@ class DSparkConfig(BaseModel):
     draft_width: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
         "auto", description="Slots of a drafted block: chosen by the load, or always this many."
     )
+    folded_accept: Literal["auto", "off"] = Field(
+        "auto",
+        description="Accept greedy batches in a captured graph, or a kernel of ours where no graph "
+        "fits; off leaves every batch to the host's sampler.",
+    )
     mixed_graphs: Literal["piecewise", "full"] = Field(
         "piecewise",
         description="Graphs for steps that mix prefill and decode: the host's piecewise ones, or "

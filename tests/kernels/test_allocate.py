@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split kernel, interpreted, against the core's allocation: equal to the last draft."""
+"""The split kernel against the core's allocation: equal to the last draft."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from batches import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dspark.kernels.allocate import allocate, allocate_reference
 
-HOST = settings.get_profile("host")
+KERNELS = settings.get_profile("kernels")
 NAN, INF = float("nan"), float("inf")
 PALETTES = {
     "smooth": None,
@@ -43,18 +44,18 @@ def split(
     base = np.ones(count, np.int64) if base is None else base
     by_slot = np.full((total, gamma), NAN, np.float32)
     by_slot[slots] = confidence
-    query_start_loc = torch.full((total + 1,), -99, dtype=torch.int32)
+    query_start_loc = torch.full((total + 1,), -99, dtype=torch.int32, device=DEVICE)
     admitted, cu_num_logits = allocate(
-        torch.from_numpy(by_slot),
-        torch.from_numpy(slots.astype(np.int64)),
-        torch.from_numpy(lens.astype(np.int32)),
-        torch.from_numpy(base.astype(np.int32)),
+        torch.from_numpy(by_slot).to(DEVICE),
+        torch.from_numpy(slots.astype(np.int64)).to(DEVICE),
+        torch.from_numpy(lens.astype(np.int32)).to(DEVICE),
+        torch.from_numpy(base.astype(np.int32)).to(DEVICE),
         budget,
         bonus,
         int(base.sum()) + budget,
         query_start_loc,
     )
-    return admitted.numpy(), query_start_loc.numpy(), cu_num_logits.numpy()
+    return tuple(found.cpu().numpy() for found in (admitted, query_start_loc, cu_num_logits))
 
 
 def check(
@@ -86,7 +87,7 @@ def draw(rng: np.random.Generator, palette: str, count: int, gamma: int) -> np.n
     return rng.choice(np.array(values, np.float32), (count, gamma))
 
 
-@settings(HOST, max_examples=150)
+@settings(KERNELS, max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
     palette=st.sampled_from(sorted(PALETTES)),
