@@ -166,15 +166,6 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         "the native rejection sampler captures its greedy path",
     ),
     HostSymbol(
-        "vllm.distributed.parallel_state",
-        "graph_capture",
-        ("device",),
-        "called",
-        "Capture on the stream that the host captures on.",
-        _ISSUES + "36219",
-        "never; a stable helper of the host",
-    ),
-    HostSymbol(
         RUNNER,
         "sort_batch_req_ids",
         ("num_tokens_per_req", "draft_tokens", "decode_query_len"),

@@ -75,37 +75,26 @@ class Worker:
         keep-rejected: a block whose first draft is rejected commits that draft instead of the
         token drawn in its place.
         """
-        from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+        from vllm_dspark.engine.verifier import Verifier
 
-        current = rejection_sampler.rejection_sample
-        sound = getattr(current, "sound", current)
-        rejection_sampler.rejection_sample = sound
-        if fault == "keep-rejected":
-            rejection_sampler.rejection_sample = _keep_rejected(sound)
-        elif fault is not None:
+        sound = getattr(Verifier.__call__, "sound", Verifier.__call__)
+        if fault not in (None, "keep-rejected"):
             raise ValueError(f"fault={fault!r}: allowed: 'keep-rejected' or None")
+        Verifier.__call__ = sound if fault is None else _keep_rejected(sound)
 
 
 def _keep_rejected(sound: Any) -> Any:
-    def rejection_sample(
-        target_logits: Any,
-        draft_logits: Any,
-        drafts: Any,
-        cu_num_logits: Any,
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        sampled, num_sampled = sound(
-            target_logits, draft_logits, drafts, cu_num_logits, *args, **kw
-        )
-        starts, ends = cu_num_logits[:-1].tolist(), cu_num_logits[1:].tolist()
+    def verify(self: Any, logits: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+        output = sound(self, logits, batch, *args, **kw)
+        drafts = batch.input_ids[batch.logits_indices]
+        starts, ends = batch.cu_num_logits[:-1].tolist(), batch.cu_num_logits[1:].tolist()
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            if end - start > 1 and num_sampled[row] == 1:
-                sampled[row, 0] = drafts[start + 1]
-        return sampled, num_sampled
+            if end - start > 1 and output.num_sampled[row] == 1:
+                output.sampled_token_ids[row, 0] = drafts[start + 1]
+        return output
 
-    rejection_sample.sound = sound
-    return rejection_sample
+    verify.sound = sound
+    return verify
 
 
 def _session(required: bool = True) -> Any:

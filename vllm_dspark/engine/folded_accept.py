@@ -17,9 +17,11 @@ so the row bucket fixes the request bucket and there is one graph per number of 
 
 from __future__ import annotations
 
+import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -203,8 +205,10 @@ class AcceptGraphs:
             buffers,
             columns_of(runner.speculator.draft_logits),
         )
+        from vllm.compilation.cudagraph_pool import capture_pool
+
         try:
-            graphs.capture(manager.pool, runner.vllm_config)
+            graphs.capture(lambda: capture_pool(manager.pool, runner.vllm_config))
         except RuntimeError as error:
             # Some LM heads cannot be captured; the kernels run without a graph as well.
             logger.warning("DSpark could not capture acceptance: %s", error)
@@ -212,21 +216,19 @@ class AcceptGraphs:
         return graphs
 
     @torch.inference_mode()
-    def capture(self, pool: Any, vllm_config: Any) -> None:
-        """Capture every size into the host's graph pool, largest first."""
-        from vllm.compilation.cudagraph_pool import capture_pool
-        from vllm.distributed.parallel_state import graph_capture
-
-        with graph_capture(device=self._hidden_states.device):
+    def capture(self, pool: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Capture every size, largest first, into the memory pool that ``pool`` opens."""
+        # Capture collects garbage, which takes long on the heap of a loaded model.
+        gc.freeze()
+        try:
             for rows in reversed(self.row_sizes):
                 self.accept(rows)
                 graph = torch.cuda.CUDAGraph()
-                with (
-                    capture_pool(pool, vllm_config) as target,
-                    torch.cuda.graph(graph, target, stream=torch.cuda.current_stream()),
-                ):
+                with pool() as target, torch.cuda.graph(graph, target):
                     self.accept(rows)
                 self._graphs[rows] = graph
+        finally:
+            gc.unfreeze()
         logger.info("DSpark captured acceptance for %s logit rows", self.row_sizes)
 
     def accept(self, rows: int) -> None:
