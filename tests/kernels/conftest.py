@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Before Triton is imported.
@@ -19,16 +18,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 HERE = Path(__file__).parent
-
-# Derandomised, so that a failure in CI is a failure everywhere. Interpreted kernels are slow.
-settings.register_profile(
-    "kernels",
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 import torch
 from batches import DEVICE
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vllm_dspark.kernels.allocate import allocate, allocate_reference
 
-KERNELS = settings.get_profile("kernels")
 NAN, INF = float("nan"), float("inf")
 PALETTES = {
     "smooth": None,
@@ -87,21 +84,13 @@ def draw(rng: np.random.Generator, palette: str, count: int, gamma: int) -> np.n
     return rng.choice(np.array(values, np.float32), (count, gamma))
 
 
-@settings(KERNELS, max_examples=150)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    palette=st.sampled_from(sorted(PALETTES)),
-    count=st.integers(1, 20),
-    gamma=st.integers(1, 9),
-    share=st.floats(0.0, 1.0),
-    ragged=st.booleans(),
-)
-def test_equals_the_core(
-    seed: int, palette: str, count: int, gamma: int, share: float, ragged: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    lens = rng.integers(0, gamma + 1, count) if ragged else np.full(count, gamma)
-    check(draw(rng, palette, count, gamma), lens, round(share * int(lens.sum())), seed)
+@pytest.mark.parametrize("palette", sorted(PALETTES))
+@pytest.mark.parametrize("seed", range(15))
+def test_equals_the_core(seed: int, palette: str) -> None:
+    rng = np.random.default_rng([seed, len(palette)])
+    count, gamma = int(rng.integers(1, 21)), int(rng.integers(1, 10))
+    lens = rng.integers(0, gamma + 1, count) if seed % 2 else np.full(count, gamma)
+    check(draw(rng, palette, count, gamma), lens, round(rng.random() * int(lens.sum())), seed)
 
 
 @pytest.mark.parametrize("palette", sorted(PALETTES))

@@ -6,13 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import DEVICE, GAMMA, Batch, draw_batch, make_batch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vllm_dspark.engine.accept_buffers import AcceptBuffers
 from vllm_dspark.kernels.greedy_accept import Accepted, greedy_accept, greedy_accept_reference
 
-KERNELS = settings.get_profile("kernels")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -35,10 +32,9 @@ def check(batch: Batch) -> Accepted:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(KERNELS)
-@given(seed=st.integers(0, 2**31 - 1), count=st.integers(1, 9), vocab=st.integers(2, 300))
-def test_equals_its_definition(dtype: torch.dtype, seed: int, count: int, vocab: int) -> None:
-    check(draw_batch(seed, count=count, vocab=vocab, dtype=dtype))
+@pytest.mark.parametrize("seed", range(60))
+def test_equals_its_definition(dtype: torch.dtype, seed: int) -> None:
+    check(draw_batch(seed, count=1 + seed % 9, vocab=2 + 37 * seed % 300, dtype=dtype))
 
 
 def test_a_vocabulary_of_many_blocks() -> None:
