@@ -32,7 +32,7 @@ def check(batch: Batch) -> Accepted:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_equals_its_definition(dtype: torch.dtype, seed: int) -> None:
     check(draw_batch(seed, count=1 + seed % 9, vocab=2 + 37 * seed % 300, dtype=dtype))
 
