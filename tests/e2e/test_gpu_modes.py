@@ -170,9 +170,15 @@ def running(case: str, plain: Plain, facts: dict[str, Any]) -> Iterator[Running]
 
 
 def generate(engine: Engine) -> tuple[list[Output], float]:
-    """Greedy continuations of the demo prompts, and the mean accepted length, bonus included."""
+    """Greedy continuations of the demo prompts, and the mean accepted length, bonus included.
+
+    A full batch at a time: while a waiting prompt is read, a step replays no full graph.
+    """
+    prompts, room = demo_prompts(PROMPTS), ON_GPU.options["max_num_seqs"]
+    got = []
     with engine.counting() as counted:
-        got = engine.greedy(demo_prompts(PROMPTS), TOKENS)
+        for start in range(0, PROMPTS, room):
+            got += engine.greedy(prompts[start : start + room], TOKENS)
     steps = counted["vllm:spec_decode_num_drafts"]
     return got, 1 + counted["vllm:spec_decode_num_accepted_tokens"] / max(steps, 1)
 
@@ -199,9 +205,10 @@ def test_greedy_tokens_are_the_targets(case: str, running: Running, plain: Plain
 
 
 def test_greedy_batches_take_their_path(case: str, running: Running) -> None:
-    """Most steps; prompts and the last requests of a run may need another."""
+    """Steps that read prompts, and ragged ones of the host's lengths, replay no full graph."""
     paths, wanted = running.engine.accept_paths(), definition(case)
-    assert paths.get(wanted.path, 0) > 0.5 * sum(paths.values()), paths
+    least = 0.0 if wanted.mode == "host" else 0.5
+    assert paths.get(wanted.path, 0) > least * sum(paths.values()), paths
     if wanted.path != "host":
         assert "host" not in paths, paths
 
