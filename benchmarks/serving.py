@@ -5,7 +5,7 @@
         -o benchmarks/results/h200_a.json
     python benchmarks/serving.py --merge a.json b.json -o benchmarks/results/h200_serving.json
     python benchmarks/serving.py --table c.json        python benchmarks/serving.py --plot c.json
-    python benchmarks/serving.py --profile 32 --systems plugin -o profile.txt
+    python benchmarks/serving.py --profile 1 32 256 --systems plugin -o profile.txt
 
 Every start of an engine is a process of its own with a time limit; when it is up, the stacks of
 all its threads go to its log, and what was measured before is kept. `serving_load` says what is
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--work", type=Path, default=Path("build/serving"), help="pairs, caches, events, logs")
     add("--run", default=time.strftime("%Y%m%dT%H%M%S"), help="identity of this run")
     add("--commit", default=None, help="where there is no git")
-    add("--profile", type=int, metavar="C", help="trace one system with C requests in flight")
+    add("--profile", nargs="+", type=int, metavar="C", help="trace one system, each C in flight")
     add("--profile-steps", type=int, default=30)
     add("--merge", nargs="+", type=Path, metavar="FILE", help="put result files together")
     add("--table", type=Path, metavar="FILE", help="print a result file")
@@ -230,8 +230,8 @@ def _job(
         events=str(events),
         prompts=str((options.demo / "prompts.jsonl").resolve()),
         temperature=TEMPERATURES[sampling],
-        concurrencies=(options.profile,) if profile_dir else tuple(options.concurrency),
-        sweeps=1 if profile_dir else options.repeats_in_process,
+        concurrencies=tuple(options.profile if profile_dir else options.concurrency),
+        sweeps=options.repeats_in_process,
         requests_per_slot=options.requests_per_slot,
         min_requests=options.min_requests,
         output_tokens=options.output_tokens,
@@ -240,7 +240,7 @@ def _job(
         seed=options.seed,
         plugin=system.plugin is not None,
         adaptive="enable_adaptive_verification" in (system.speculative or {}),
-        profile=bool(profile_dir),
+        traced=tuple(options.profile) if profile_dir else (),
     )
 
 
@@ -280,24 +280,36 @@ def _tail(log: Path, lines: int = 25) -> str:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    """Trace one system; writes the table of kernels to the output and names the trace."""
+    """Trace one system; writes a table of kernels per concurrency and names the traces.
+
+    Tracing slows the host, so every concurrency is measured without it before.
+    """
     if len(options.systems) != 1:
         raise ValueError(f"--systems {options.systems}: --profile takes one system")
     system, sampling = parse_system(options.systems[0]), options.sampling[0]
-    label = f"profile-c{options.profile}-{sampling}-{system.name}"
     traces = (options.work / options.run / "traces").resolve()
     traces.mkdir(parents=True, exist_ok=True)
-    start = _start(options, system, sampling, label, str(traces))
+    start = _start(options, system, sampling, f"profile-{sampling}-{system.name}", str(traces))
     found = sorted(traces.glob("*.json*"), key=lambda path: path.stat().st_mtime)
-    if start.failure or not found:
-        print(start.failure or f"no trace in {traces}")
+    if start.failure or len(found) != len(options.profile):
+        print(start.failure or f"{len(found)} traces in {traces}, not {len(options.profile)}")
         return 1
-    profile = serving_trace.summarize(serving_trace.read_trace(found[-1]))
-    title = f"{system.name}, shape {options.shape}, {sampling}, c = {options.profile}\n"
-    text = title + profile.text()
+    sweeps = [event for event in start.events if event["event"] == "sweep"]
+    parts = []
+    for concurrency, path in zip(options.profile, found, strict=True):
+        untraced = [e for e in sweeps if e["concurrency"] == concurrency][-1]
+        figures = " ".join(
+            f"{name}={untraced[name]}"
+            for name in ("tok_s", "step_ms", "decode_step_p50_ms", "accept_len", "ttft_p50_ms")
+        )
+        parts.append(
+            f"# {system.name}, {options.shape}, {sampling}, c = {concurrency}: {figures}\n"
+        )
+        parts += [p.text() for p in serving_trace.summarize(serving_trace.read_trace(path))]
+        parts.append(f"{path}\n\n")
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text, encoding="utf-8")
-    print(text + str(found[-1]))
+    options.output.write_text("".join(parts), encoding="utf-8")
+    print("".join(parts))
     return 0
 
 

@@ -41,7 +41,7 @@ class Job:
     seed: int
     plugin: bool  # whether the plugin counts what was verified
     adaptive: bool  # whether fewer drafts may be verified than were scheduled
-    profile: bool = False
+    traced: tuple[int, ...] = ()  # concurrencies that are traced after the sweeps
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2))
@@ -126,6 +126,8 @@ class Bench:
                 for concurrency in job.concurrencies:
                     result = await self._sweep(concurrency)
                     self.emit("sweep", sweep=sweep, concurrency=concurrency, **result)
+            for concurrency in job.traced:
+                await self._sweep(concurrency, trace=True)
             self.emit("done")
         finally:
             self.engine.shutdown()
@@ -169,7 +171,7 @@ class Bench:
 
         await asyncio.gather(*map(drain, range(concurrency)))
 
-    async def _sweep(self, concurrency: int) -> dict[str, Any]:
+    async def _sweep(self, concurrency: int, trace: bool = False) -> dict[str, Any]:
         job = self.job
         loop = ClosedLoop(
             self._stream, concurrency, self._request_count(concurrency), job.output_tokens
@@ -178,13 +180,13 @@ class Bench:
         before: list[Any] = []
 
         async def on_window() -> None:
-            if job.profile:
+            if trace:
                 await self.engine.start_profile(f"c{concurrency}")
             before.append(await asyncio.to_thread(self._plugin_counters))
 
         window = await loop.run(on_window)
         after = await asyncio.to_thread(self._plugin_counters)
-        if job.profile:
+        if trace:
             await self.engine.stop_profile()
         await self._wait_until_idle()
         plugin = plugin_metrics(before[0], after) if job.plugin else {}

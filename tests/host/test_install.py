@@ -299,6 +299,15 @@ def test_the_proposer_learns_which_widths_it_may_draft(
     assert proposer.next_width() == widths[-1]
 
 
+@pytest.mark.parametrize(("option", "allowed"), [("auto", True), ("off", False)])
+def test_the_proposer_learns_whether_fused_kernels_may_run(
+    runner: ModuleType, host: Recorder, option: str, allowed: bool
+) -> None:
+    install.bind(runner)
+    opened = take_over(runner, host, configuration(fused_markov=option))
+    assert opened.kept_by_the_runner.fused_markov is allowed
+
+
 def test_a_width_above_gamma_is_refused(runner: ModuleType) -> None:
     install.bind(runner)
     with pytest.raises(ConfigError, match=r"dspark\.draft_width = 8: allowed: .* 7"):

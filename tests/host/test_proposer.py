@@ -13,6 +13,7 @@ import torch
 from draft_harness import BLOCK, HIDDEN, TAPS, DraftHost, Step
 from reference_drafter import ReferenceDrafter
 
+from vllm_dspark.engine import markov_loop
 from vllm_dspark.engine.checkpoint import CheckpointError
 
 
@@ -69,17 +70,37 @@ def test_without_a_trained_head_the_estimator_may_serve(target: Path, tmp_path: 
     assert DraftHost(with_head, Estimating).proposer.acceptance_estimator is None
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
-def test_probabilistic_drafting_keeps_the_proposal(head: str, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("head", "reduced", "fused"),
+    [
+        ("vanilla", False, False),
+        ("vanilla", False, True),
+        ("vanilla", True, True),
+        ("gated", True, False),
+        ("rnn", False, False),
+        ("none", False, False),
+    ],
+)
+def test_probabilistic_drafting_keeps_the_proposal(
+    head: str,
+    reduced: bool,
+    fused: bool,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rejection sampling needs the exact logits that each draft was drawn from."""
     from vllm_dspark.cpu import interpreter
     from vllm_dspark.engine.proposer import DSparkProposer
 
     interpreter.install()
-    draft = harness.draft_config(head, reduced=head == "gated")
+    if fused:
+        monkeypatch.setattr(markov_loop, "device_obstacle", lambda device: "")
+    draft = harness.draft_config(head, reduced=reduced)
     config = engine_config(target, tmp_path, draft, draft_sample_method="probabilistic")
     host = DraftHost(config, DSparkProposer)
     steps = one_step()
+    assert bool(host.proposer.host_loop_reason) != fused
     tokens, _ = host.propose(steps)
     weights = harness.draft_weights(draft)
     expected = ReferenceDrafter(draft, weights).draft(

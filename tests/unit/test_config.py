@@ -83,6 +83,7 @@ def test_misspelt_option_is_suggested() -> None:
         ("verify", "fast", "'compact'"),
         ("lens", "Host", "'host'"),
         ("tp_sync", "", "'inputs'"),
+        ("fused_markov", "on", "'off'"),
         # out of range
         ("min_gain", 1.01, "<= 1.0"),
         ("min_gain", -0.1, ">= 0.0"),

@@ -456,10 +456,11 @@ def test_recorded_commands_hold_no_folders_of_the_machine() -> None:
     assert command == "python benchmarks/serving.py --systems 'plugin:{}' -o x.json"
 
 
-def test_kernels_are_summed_and_overlap_counts_once() -> None:
-    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
-        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
 
+
+def test_kernels_are_summed_and_overlap_counts_once() -> None:
     events = [
         event("user_annotation", "execute_context_0(0)_generation_8(64)", 0, 900),
         event("user_annotation", "execute_context_1(9)_generation_8(64)", 1000, 900),
@@ -469,11 +470,27 @@ def test_kernels_are_summed_and_overlap_counts_once() -> None:
         event("kernel", "copy", 300, 400),
         {"ph": "M", "name": "process_name"},
     ]
-    profile = serving_trace.summarize(events)
-    assert (profile.device, profile.steps, profile.prefill_steps) == (True, 2, 1)
+    (profile,) = serving_trace.summarize(events)
+    assert (profile.device, profile.kind, profile.steps) == (True, "traced", 2)
     assert profile.by_name == [("gemm", 2, 0.8), ("copy", 1, 0.4)]
     assert (profile.busy_ms, profile.span_ms) == (1.0, 1.4)
     assert "gemm" in profile.text()
-    assert not serving_trace.summarize(events[:3]).device
+    assert not serving_trace.summarize(events[:3])[0].device
     with pytest.raises(ValueError, match="neither kernels"):
         serving_trace.summarize(events[:2])
+
+
+def test_decode_and_mixed_steps_are_told_apart_by_the_devices_marks() -> None:
+    marks = [("context_0(0)", 0), ("context_1(9)", 1000), ("context_0(0)", 3000), ("x", 4000)]
+    events = [event("gpu_user_annotation", f"execute_{name}", ts, 500) for name, ts in marks]
+    events += [
+        event("kernel", "gemm", 100, 300),
+        event("kernel", "draft", 900, 50),  # after the mark's end, before the next step
+        event("kernel", "gemm", 1100, 1500),
+        event("kernel", "gemm", 3000, 600),
+        event("kernel", "gemm", 4100, 600),  # of the last step, whose end is unknown
+    ]
+    decode, mixed = serving_trace.summarize(events)
+    assert (decode.kind, decode.steps, decode.span_ms, decode.busy_ms) == ("decode", 2, 2.0, 0.95)
+    assert decode.by_name == [("gemm", 2, pytest.approx(0.9)), ("draft", 1, 0.05)]
+    assert (mixed.kind, mixed.steps, mixed.span_ms, mixed.busy_ms) == ("mixed", 1, 2.0, 1.5)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -104,6 +105,7 @@ def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
         session.attach_proposer(proposer)
         proposer.families.allow(session.widths)
         proposer.next_width = session.next_width
+        proposer.fused_markov = session.config.fused_markov == "auto"
         return proposer
 
     return init_speculator
@@ -122,7 +124,7 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
         refusal = session.device_obstacle or _refusal(original, kwargs)
         session.resolved = resolve(session.config, host_facts(kwargs["vllm_config"], refusal))
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
-        session.mixed_full_graphs = _mixed_full_graphs(session.config, kwargs)
+        session.mixed_full_graphs = _mixed_full_graphs(session, kwargs)
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)
@@ -145,30 +147,32 @@ def _refusal(original: Any, kwargs: dict[str, Any]) -> str:
     return ""
 
 
-def _mixed_full_graphs(config: DSparkConfig, kwargs: dict[str, Any]) -> bool:
+def _mixed_full_graphs(session: Session, kwargs: dict[str, Any]) -> bool:
     """Whether mixed steps get full graphs.
 
     Raises:
-        ConfigError: they were asked for and an attention backend cannot replay them.
+        ConfigError: they were asked for and cannot be had.
     """
-    if config.mixed_graphs == "piecewise" or config.verify == "static":
-        return False
+    wanted, unable = session.config.mixed_graphs, _unable_to_mix(session, kwargs)
+    if wanted == "full" and unable:
+        raise ConfigError(f"dspark.mixed_graphs = 'full' cannot run: {unable}")
+    return wanted != "piecewise" and not unable
+
+
+def _unable_to_mix(session: Session, kwargs: dict[str, Any]) -> str:
+    """Why mixed steps cannot replay full graphs; empty if they can."""
+    if session.mode is VerifyMode.STATIC:
+        return "a server that verifies every draft keeps the host's graphs"
     vllm_config, checked = kwargs["vllm_config"], kwargs.get("target_layer_names")
-    unable = [
-        group.backend.get_name()
-        for groups in kwargs["attn_groups"]
-        for group in groups
-        if (checked is None or not checked.isdisjoint(group.layer_names))
-        and group.get_metadata_builder(0)
-        .get_cudagraph_support(vllm_config, group.kv_cache_spec)
-        .name
-        != "ALWAYS"
-    ]
-    if unable:
-        raise ConfigError(
-            f"dspark.mixed_graphs = 'full' cannot run: {unable[0]} attention replays no mixed batch"
+    for group in itertools.chain.from_iterable(kwargs["attn_groups"]):
+        if checked is not None and checked.isdisjoint(group.layer_names):
+            continue
+        support = group.get_metadata_builder(0).get_cudagraph_support(
+            vllm_config, group.kv_cache_spec
         )
-    return True
+        if support.name != "ALWAYS":
+            return f"{group.backend.get_name()} attention replays no mixed batch"
+    return ""
 
 
 def host_facts(vllm_config: Any, obstacle_to_device: str = "") -> HostFacts:

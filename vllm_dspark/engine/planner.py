@@ -155,8 +155,11 @@ class StepPlanner:
         batch = self._batch(num_tokens_per_req, draft_tokens)
         confidence, state = self._lagged.read(batch.slots, self._relay.published)
         regimes = 0 if self._regimes_of is None else self._regimes_of(batch.slots)
-        exec_mode = self._exec_mode(batch.base_lens)
-        plan = self.core.plan(self._step_input(batch, confidence, state, regimes, exec_mode))
+        full_mode = self._exec_mode(batch.base_lens)
+        trim_mode = self._mixed_mode if self.mode is VerifyMode.HOST else full_mode
+        plan = self.core.plan(
+            self._step_input(batch, confidence, state, regimes, trim_mode, full_mode)
+        )
         decision = StepDecision(
             step=self._relay.published,
             req_ids=batch.req_ids,
@@ -170,7 +173,7 @@ class StepPlanner:
             trims=self.mode.trims,
             regimes=regimes,
             context_tokens=batch.context_tokens,
-            exec_mode=exec_mode,
+            exec_mode=full_mode if plan.budget is None else trim_mode,
             draft_width=self.draft_width,
             time_s=time.time(),
         )
@@ -209,7 +212,8 @@ class StepPlanner:
         confidence: np.ndarray,
         state: np.ndarray,
         regimes: np.ndarray | int,
-        exec_mode: ExecMode,
+        trim_mode: ExecMode,
+        full_mode: ExecMode,
     ) -> StepInput:
         on_device = self._split is not None
         # A batch whose lengths only the device knows is verified in one chunk of logits.
@@ -222,8 +226,8 @@ class StepPlanner:
             row_state=state,
             context_tokens=batch.context_tokens,
             regimes=regimes,
-            trim_mode=exec_mode,
-            full_mode=exec_mode,
+            trim_mode=trim_mode,
+            full_mode=full_mode,
             max_drafts=room if on_device else None,
             need_lens=not on_device,
         )
@@ -271,7 +275,11 @@ class StepPlanner:
         return allocate(survival, eligible, plan.verified_drafts, doubtful)
 
     def _exec_mode(self, base: np.ndarray) -> ExecMode:
-        """How a batch with ``base`` tokens besides its drafts runs, trimmed or not."""
+        """How a batch with ``base`` tokens besides its drafts runs if every draft is verified.
+
+        A trimmed one runs likewise, except that no decode graph takes lengths which only the host
+        fixed and which differ.
+        """
         if self._has_full_graphs and bool((base == 1).all()):
             return ExecMode.FULL
         return self._mixed_mode

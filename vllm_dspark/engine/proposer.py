@@ -10,12 +10,14 @@ What differs from `DSparkSpeculator`, and nothing else does:
   the draft graph; whoever keeps them longer than a step takes a copy.
 * Blocks may be narrower than gamma, with draft graphs up to the largest batch (`draft_width`).
 * Gated, rnn and absent Markov heads are sampled (`DSparkQwen3ForCausalLM.sample_sequential`).
+* Vanilla heads are sampled with fused kernels where they run (`markov_loop`).
 
 Importing this module imports torch and vLLM; the installer does so lazily.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +28,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
+from vllm_dspark.engine import markov_loop
 from vllm_dspark.engine.checkpoint import CheckpointError, block_size, validate_checkpoint
+from vllm_dspark.engine.draft_graphs import DraftGraphManager
 from vllm_dspark.engine.draft_model import DSparkQwen3ForCausalLM, target_shape
 from vllm_dspark.engine.draft_width import DraftFamilies
 from vllm_dspark.engine.registration import DRAFT_ARCHITECTURES
@@ -49,6 +53,8 @@ class DSparkProposer(DSparkSpeculator):
         families: widths of the blocks that may be drafted; allow more than gamma before
             `init_cudagraph_manager`.
         next_width: asked once per block for its width, gamma unless a planner sets it.
+        fused_markov: whether fused kernels may sample a vanilla Markov head. Set it before the
+            first block is drafted.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -57,6 +63,7 @@ class DSparkProposer(DSparkSpeculator):
         self.publish_confidence: bool = True
         self.families = DraftFamilies(self)
         self.next_width: Callable[[], int] = lambda: self.num_speculative_steps
+        self.fused_markov: bool = True
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
@@ -72,15 +79,12 @@ class DSparkProposer(DSparkSpeculator):
         return model
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        managers = []
         for width in self.families.widths:
             with self.families.at(width), self.families.capture_sizes():
                 super().init_cudagraph_manager(cudagraph_mode)
-
-    def capture(self) -> None:
-        # Widest first: graphs share a pool, and smaller ones fit into what larger ones freed.
-        for width in reversed(self.families.widths):
-            with self.families.at(width):
-                super().capture()
+            managers.append(self.query_cudagraph_manager)
+        self.query_cudagraph_manager = DraftGraphManager(managers, self.families.at_query)
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft a block of the width that the planner chose, `[num_reqs, gamma]`; columns past
@@ -91,7 +95,21 @@ class DSparkProposer(DSparkSpeculator):
             super().propose(*args, **kwargs)
         return self.draft_tokens[: args[0].num_reqs if args else kwargs["input_batch"].num_reqs]
 
+    @functools.cached_property
+    def host_loop_reason(self) -> str:
+        """Why blocks are not sampled with the fused kernels, empty if they are. Fixed once the
+        draft is loaded.
+        """
+        reason = "the draft is another architecture"
+        if isinstance(self.model, DSparkQwen3ForCausalLM):
+            reason = markov_loop.loop_obstacle(self)
+        logger.info("DSpark Markov head: %s", f"host's loop, {reason}" if reason else "fused")
+        return reason
+
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
+        if not self.host_loop_reason:
+            markov_loop.draft_block(self, num_reqs, head_hidden)
+            return
         # Not every supported vLLM asks the model before it runs its own loop, so ask here. Other
         # models' hooks, where vLLM has them, stay vLLM's business.
         if isinstance(self.model, DSparkQwen3ForCausalLM) and self.model.sample_sequential(
