@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Correctness on one GPU: kernels, captured acceptance, every verify mode against the target.
 

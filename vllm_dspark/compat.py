@@ -212,6 +212,16 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     ),
     HostSymbol(
         f"{_SPEC}.dspark.speculator",
+        "DSparkSpeculator._prepare_eplb_forward",
+        ("self", "num_unpadded_tokens"),
+        "extended",
+        "The host calls it between the draft's inputs and its forward; queries past the model"
+        " length lose their KV places there.",
+        _ISSUES + "52922",
+        "prepare_dflash_inputs writes no KV for positions past max_model_len",
+    ),
+    HostSymbol(
+        f"{_SPEC}.dspark.speculator",
         "DSparkSpeculator._sample_logits",
         ("self", "logits", "idx_map", "sample_pos", "step"),
         "called",

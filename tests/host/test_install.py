@@ -116,6 +116,7 @@ def configuration(
             hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=8, model_type="qwen3"),
         ),
         lora_config=object() if lora else None,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
             data_parallel_size=1,
