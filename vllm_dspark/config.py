@@ -69,6 +69,11 @@ class DSparkConfig(BaseModel):
     draft_width: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
         "auto", description="Slots of a drafted block: chosen by the load, or always this many."
     )
+    folded_accept: Literal["auto", "off"] = Field(
+        "auto",
+        description="Accept greedy batches in a captured graph, or a kernel of ours where no graph "
+        "fits; off leaves every batch to the host's sampler.",
+    )
     fused_markov: Literal["auto", "off"] = Field(
         "auto",
         description="Sample a vanilla Markov head with fused kernels where they run, or always "

@@ -8,10 +8,11 @@ else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -245,24 +246,62 @@ def _wrap_prepare_inputs(original: Any, runner: ModuleType) -> Any:
     return prepare_inputs
 
 
+def _verifier(runner: Any) -> Any:
+    """Our rejection sampler, if it is what this runner accepts with."""
+    if find_session(runner.speculative_config) is None:
+        return None
+    from vllm_dspark.engine.verifier import Verifier
+
+    # Some models bring samplers of their own, and pipeline stages may have none.
+    found = getattr(runner, "rejection_sampler", None)
+    return found if isinstance(found, Verifier) else None
+
+
+def _wrap_sample(original: Any, runner: ModuleType) -> Any:
+    @functools.wraps(original)
+    def sample(self: Any, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        verifier = _verifier(self)
+        if verifier is not None and self.batch_sharder is None:
+            output = verifier.from_hidden(hidden_states, input_batch, grammar_output)
+            if output is not None:
+                return output, output.num_sampled, output.num_rejected
+        return original(self, hidden_states, input_batch, grammar_output)
+
+    return sample
+
+
 def _wrap_capture_model(original: Any, runner: ModuleType) -> Any:
     @functools.wraps(original)
     def capture_model(self: Any, **kwargs: Any) -> Any:
         session = find_session(self.speculative_config)
-        planner = session.planner if session is not None else None
-        if planner is None or kwargs.get("profile_only") or session.config.cost_table is not None:
+        if session is None or kwargs.get("profile_only"):
             return original(self, **kwargs)
-        from vllm_dspark.engine.profile import StartupProfile
-
-        planner.bind_profile(
-            StartupProfile(planner.core, self, session.widths, planner.set_draft_width)
-        )
-        try:
-            return original(self, **kwargs)
-        finally:
-            planner.bind_profile(None)
+        with _profiling(session, self):
+            size = original(self, **kwargs)
+        verifier = _verifier(self)
+        if verifier is not None:
+            verifier.capture(self)
+        return size
 
     return capture_model
+
+
+@contextlib.contextmanager
+def _profiling(session: Session, runner: Any) -> Iterator[None]:
+    """Step costs are measured in the block, unless they are given or nobody asks for them."""
+    planner = session.planner
+    if planner is None or session.config.cost_table is not None:
+        yield
+        return
+    from vllm_dspark.engine.profile import StartupProfile
+
+    planner.bind_profile(
+        StartupProfile(planner.core, runner, session.widths, planner.set_draft_width)
+    )
+    try:
+        yield
+    finally:
+        planner.bind_profile(None)
 
 
 _WRAPPERS: dict[str, Wrapper] = {
@@ -273,4 +312,5 @@ _WRAPPERS: dict[str, Wrapper] = {
     "RejectionSampler": _wrap_rejection_sampler,
     "GPUModelRunner.capture_model": _wrap_capture_model,
     "GPUModelRunner.prepare_inputs": _wrap_prepare_inputs,
+    "GPUModelRunner.sample": _wrap_sample,
 }

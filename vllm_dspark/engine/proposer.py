@@ -34,6 +34,7 @@ from vllm_dspark.engine.draft_graphs import DraftGraphManager
 from vllm_dspark.engine.draft_model import DSparkQwen3ForCausalLM, target_shape
 from vllm_dspark.engine.draft_width import DraftFamilies
 from vllm_dspark.engine.registration import DRAFT_ARCHITECTURES
+from vllm_dspark.engine.window_clamp import drop_writes, passes_end
 
 logger = logging.getLogger("vllm.dspark")
 
@@ -65,6 +66,8 @@ class DSparkProposer(DSparkSpeculator):
         self.families = DraftFamilies(self)
         self.next_width: Callable[[], int] = lambda: self.num_speculative_steps
         self.fused_markov: bool = True
+        self._past_end: Any = None
+        """The batch behind which a block may pass the model length, None in other steps."""
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
@@ -92,13 +95,29 @@ class DSparkProposer(DSparkSpeculator):
         the width hold what an earlier block left there and are never verified. A width of 0 only
         keeps the draft's context up to date.
         """
+        input_batch = args[0] if args else kwargs["input_batch"]
         width = self.next_width()
         if width == 0:
             super().propose(*args, **{**kwargs, "num_speculative_tokens": 0})
         else:
             with self.families.at(width):
+                passes = passes_end(input_batch, self.num_query_per_req, self.max_model_len)
+                self._past_end = input_batch if passes and not kwargs.get("dummy_run") else None
                 super().propose(*args, **kwargs)
-        return self.draft_tokens[: args[0].num_reqs if args else kwargs["input_batch"].num_reqs]
+        return self.draft_tokens[: input_batch.num_reqs]
+
+    def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:
+        """The last call before the draft runs: its inputs are laid out, and nothing reads them."""
+        if self._past_end is not None:
+            drop_writes(
+                self.block_tables.slot_mappings,
+                self.sample_pos,
+                self._past_end.num_reqs,
+                self.num_query_per_req,
+                self.num_speculative_steps,
+                self.max_model_len,
+            )
+        super()._prepare_eplb_forward(num_unpadded_tokens)
 
     @functools.cached_property
     def host_loop_reason(self) -> str:
