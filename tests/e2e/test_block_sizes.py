@@ -21,9 +21,11 @@ PROMPTS = 6
 def test_short_blocks(drafts: int) -> None:
     """vLLM #50012: three drafts of a block of seven."""
     dspark = {"strict": True, **STEADY}
-    with Engine(dspark, {"num_speculative_tokens": drafts}) as engine:
-        with engine.counting() as counted:
-            got = engine.greedy(demo_prompts(PROMPTS), COMPARED_TOKENS)
+    with (
+        Engine(dspark, {"num_speculative_tokens": drafts}) as engine,
+        engine.counting() as counted,
+    ):
+        got = engine.greedy(demo_prompts(PROMPTS), COMPARED_TOKENS)
     assert_same_tokens(plain_greedy()[:PROMPTS], got)
     accepted = counted["vllm:spec_decode_num_accepted_tokens"]
     assert 0.3 < accepted / counted["vllm:spec_decode_num_drafts"] <= drafts
