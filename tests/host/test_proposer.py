@@ -133,7 +133,8 @@ def test_a_width_of_zero_asks_the_host_for_no_block(
     proposer = DSparkProposer(config, torch.device("cpu"))
     for width in (0, BLOCK):
         proposer.next_width = lambda width=width: width
-        assert proposer.propose(SimpleNamespace(num_reqs=2)).shape == (2, BLOCK)
+        batch = SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([9, 9]))
+        assert proposer.propose(batch).shape == (2, BLOCK)
     assert asked == [0, None]
 
 
