@@ -173,10 +173,7 @@ def _measure(options: argparse.Namespace) -> int:
                     print(f"{names}: not started, --total-s {options.total_s:g} is over")
                     failed = True
                     continue
-                opened = [
-                    _open(options, system, sampling, f"{repeat}-{sampling}-{system.name}")
-                    for system in group
-                ]
+                opened = _open_group(options, group, sampling, repeat)
                 _sweep_all(options, opened)
                 for start in opened:
                     failed |= bool(start.close(options.limit_s))
@@ -186,10 +183,27 @@ def _measure(options: argparse.Namespace) -> int:
     return int(failed)
 
 
+def _open_group(
+    options: argparse.Namespace, group: list[System], sampling: str, repeat: int
+) -> list[Start]:
+    """Start engines that stay idle until all are ready; of those that time steps while they start,
+    one after the other.
+    """
+    opened = []
+    for system in sorted(group, key=lambda system: system.profiles):
+        for other in opened:
+            if system.profiles and other.system.profiles:
+                other.child.wait_ready(options.limit_s)
+        opened.append(_open(options, system, sampling, f"{repeat}-{sampling}-{system.name}"))
+    for start in opened:
+        start.child.wait_ready(options.limit_s)
+    return sorted(opened, key=lambda start: group.index(start.system))
+
+
 def _sweep_all(options: argparse.Namespace, opened: list[Start]) -> None:
     """Measure the concurrencies in turn on every engine, in the opposite order each time."""
     for start in opened:
-        start.child.wait_ready(options.limit_s)
+        start.child.order(options.sweep_limit_s)
     turn = list(opened)
     for sweep in range(options.repeats_in_process):
         for concurrency in options.concurrency:
@@ -294,6 +308,7 @@ def _profile(options: argparse.Namespace) -> int:
     traces.mkdir(parents=True, exist_ok=True)
     start = _open(options, system, sampling, f"profile-{sampling}-{system.name}", str(traces))
     start.child.wait_ready(options.limit_s)
+    start.child.order(options.sweep_limit_s)
     for trace in (False, True):
         for concurrency in options.profile:
             start.child.order(options.sweep_limit_s, concurrency=concurrency, trace=trace)

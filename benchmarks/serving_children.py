@@ -62,8 +62,8 @@ class Child:
         return serving_results.read_events(self._events_file)
 
     def wait_ready(self, limit_s: float) -> bool:
-        """Wait for the engine; False if it failed, see `failure`."""
-        return self._wait_event(limit_s)
+        """Wait for the engine, once or again; False if it failed, see `failure`."""
+        return self._answered > 0 or (not self.failure and self._wait_event(limit_s))
 
     def order(self, limit_s: float, **command: Any) -> bool:
         """Have a command done; False if the child failed, now or before."""

@@ -2,9 +2,10 @@
 """One system in one process: start vLLM's `AsyncLLM`, apply the load, write an event per result.
 
 Run as a child with the path of a `Job` in JSON, see `serving_children`. Events are JSON lines,
-written at once, so that a killed child keeps what it has measured: `ready`, then one `sweep` or
-`traced` per command. Engine and load generator are two processes, as in a server; prompts are
-token ids and nothing is detokenised, so that the frontend costs the same for every system.
+written at once, so that a killed child keeps what it has measured: `ready`, then one `warm`,
+`sweep` or `traced` per command. Engine and load generator are two processes, as in a server;
+prompts are token ids and nothing is detokenised, so that the frontend costs the same for every
+system.
 """
 
 import asyncio
@@ -113,10 +114,6 @@ class Bench:
         try:
             await self._burst(1)
             start_s = round(time.perf_counter() - began, 2)
-            for concurrency in job.concurrencies:
-                await self._burst(concurrency)
-            gc.collect()
-            gc.freeze()
             blocks = self.engine.vllm_config.cache_config.num_gpu_blocks
             self.emit("ready", start_s=start_s, kv_blocks=blocks)
             while line := await asyncio.to_thread(sys.stdin.readline):
@@ -124,7 +121,17 @@ class Bench:
         finally:
             self.engine.shutdown()
 
-    async def _obey(self, concurrency: int, sweep: int = 0, trace: bool = False) -> None:
+    async def _obey(
+        self, concurrency: int | None = None, sweep: int = 0, trace: bool = False
+    ) -> None:
+        """Measure with `concurrency` requests in flight; without one, warm up for all of them."""
+        if concurrency is None:
+            for each in self.job.concurrencies:
+                await self._burst(each)
+            gc.collect()
+            gc.freeze()
+            self.emit("warm")
+            return
         result = await self._sweep(concurrency, trace)
         event = "traced" if trace else "sweep"
         self.emit(event, sweep=sweep, concurrency=concurrency, **result)

@@ -75,6 +75,12 @@ class System:
         """Whether it is a speculating setting of vLLM without the plugin."""
         return self.speculative is not None and self.plugin is None
 
+    @property
+    def profiles(self) -> bool:
+        """Whether it times steps while it starts, which a busy neighbour would spoil."""
+        adaptive = "enable_adaptive_verification" in (self.speculative or {})
+        return adaptive or self.plugin is not None
+
 
 def parse_system(text: str) -> System:
     """System of a command-line word. Raises `ValueError` on anything else."""

@@ -466,10 +466,33 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+def test_of_engines_that_time_their_steps_one_starts_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Recorded(FakeChild):
+        def __init__(self, command: list[str], *rest: Any) -> None:
+            super().__init__(command, *rest)
+            self.name = Path(command[-1]).stem.rpartition("-")[2]
+            seen.append(f"start {self.name}")
+
+        def wait_ready(self, limit_s: float) -> bool:
+            seen.append(f"wait {self.name}")
+            return True
+
+    monkeypatch.setattr(serving, "Child", Recorded)
+    arguments = ["--shape", "demo", "--systems", "plugin", "none", "adaptive", "fixed3", "-c", "2"]
+    arguments += ["--together", "4", "--work", str(tmp_path), "-o", str(tmp_path / "o.json")]
+    serving.main(arguments)
+    starts = ["start none", "start fixed3", "start plugin", "wait plugin", "start adaptive"]
+    assert seen[:5] == starts
+
+
 class FakeChild:
     """Answers every command at once; `fixed7` fails at the first one."""
 
-    orders: ClassVar[list[tuple[Any, int]]] = []
+    orders: ClassVar[list[tuple[Any, Any]]] = []
 
     def __init__(self, command: list[str], env: dict[str, str], events: Path, log: Path) -> None:
         job = Job.read(Path(command[-1]))
@@ -481,7 +504,10 @@ class FakeChild:
     def wait_ready(self, limit_s: float) -> bool:
         return True
 
-    def order(self, limit_s: float, concurrency: int, sweep: int) -> bool:
+    def order(self, limit_s: float, concurrency: int | None = None, sweep: int = 0) -> bool:
+        if concurrency is None:
+            self.orders.append((self._drafts, "warm"))
+            return True
         if self.failure:
             return False
         self.orders.append((self._drafts, concurrency))
@@ -502,7 +528,8 @@ def test_a_run_writes_what_succeeded_and_what_failed(
     arguments += ["--work", str(tmp_path), "-o", str(output), "--run", "x"]
     assert serving.main(arguments) == 1
     # One after the other; the one that failed is not asked again in the same start.
-    assert FakeChild.orders == [(None, 2), (None, 2), (7, 2)] * 2
+    first = [(None, "warm"), (None, 2), (None, 2)]
+    assert FakeChild.orders == [*first, (7, "warm"), (7, 2)] * 2
     document = results.load(output)
     assert [r["system"] for r in document["rows"]] == ["none", "fixed7"]
     assert document["rows"][0]["samples_tok_s"] == [50.0] * 4
@@ -518,7 +545,7 @@ def test_engines_alive_together_take_turns(tmp_path: Path, monkeypatch: pytest.M
     arguments += ["--together", "2", "--kv-cache-gib", "30", "--work", str(tmp_path)]
     assert serving.main([*arguments, "-o", str(tmp_path / "out.json"), "--run", "x"]) == 0
     turn = [(None, 2), (3, 2), (3, 4), (None, 4)]
-    assert FakeChild.orders == turn * 2
+    assert FakeChild.orders == [(None, "warm"), (3, "warm"), *turn * 2]
     job = Job.read(tmp_path / "x" / "0-greedy-none.json")
     assert job.arguments["kv_cache_memory_bytes"] == 30 * 2**30
     assert not job.alone

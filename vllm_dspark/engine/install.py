@@ -80,7 +80,11 @@ def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
         return (gamma,)
     if config.draft_width != "auto":
         return (config.draft_width,)
-    return widths_for(gamma, _may_skip_draft()) if facts.full_graphs else (gamma,)
+    if not facts.full_graphs:
+        return (gamma,)
+    # An operator who asks for drafts to be verified asks for them to be drafted.
+    asked = config.budget_pin is not None or config.budget_floor > 0
+    return widths_for(gamma, may_skip=_may_skip_draft() and not asked)
 
 
 def _may_skip_draft() -> bool:

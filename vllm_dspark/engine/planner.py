@@ -258,7 +258,9 @@ class StepPlanner:
                 mode=decision.exec_mode,
             )
             trusted = state == RowDoubt.TRUSTED
-            survival = np.nan_to_num(confidence.T).cumprod(axis=0, dtype=np.float64)
+            known = np.where(trusted, confidence.T, np.float32(1.0))
+            calibrated = self.core.calibration.apply(known, decision.regimes)
+            survival = calibrated.cumprod(axis=0, dtype=np.float64)
             survival = np.where(trusted, survival, self.core.state.prior.mean[:, None])
             self._widths.choose(survival, load, cost, self.core.ladders[decision.exec_mode])
         decision.draft_width = self._widths.current

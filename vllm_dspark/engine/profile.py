@@ -118,36 +118,26 @@ class StartupProfile:
         shapes, self._timed = self._timed, []
         if not samples or len(samples) != len(shapes):
             return None
+        timed: dict[_Shape, list[Any]] = {}
+        for shape, sample in zip(shapes, samples, strict=True):
+            timed.setdefault(shape, []).append(sample)
+        # Whatever disturbs a replay makes it longer: the shortest is the truest.
         steps = [
             StepSample(
-                tokens=sample.num_target_tokens,
+                tokens=same[0].num_target_tokens,
                 requests=shape.requests,
-                verify_ms=sample.forward_ms,
-                mode=ExecMode.FULL if sample.full_cudagraph else ExecMode.EAGER,
+                verify_ms=min(sample.forward_ms for sample in same),
+                mode=ExecMode.FULL if same[0].full_cudagraph else ExecMode.EAGER,
             )
-            for shape, sample in zip(shapes, samples, strict=True)
+            for shape, same in timed.items()
         ]
         # One cell per measured total: families share totals, and their request counts differ.
         return replace(
             fit_cost_model(steps, {}, self._widths[-1]),
             draft_width=self._widths[-1],
-            draft_widths=self._draft_curves(shapes, samples),
+            draft_widths=_draft_curves(timed),
             logit_row_ms=self._logit_row_ms(),
         )
-
-    def _draft_curves(self, shapes: list[_Shape], samples: list[Any]) -> dict[int, Curve]:
-        times: dict[int, dict[int, list[float]]] = {}
-        for shape, sample in zip(shapes, samples, strict=True):
-            if sample.full_cudagraph:
-                by_requests = times.setdefault(shape.draft_width, {})
-                by_requests.setdefault(shape.requests, []).append(sample.drafter_ms)
-        return {
-            width: Curve(
-                np.array(sorted(by_requests), dtype=np.int64),
-                np.array([float(np.median(by_requests[n])) for n in sorted(by_requests)]),
-            )
-            for width, by_requests in times.items()
-        }
 
     def _logit_row_ms(self) -> float:
         """Cost of one more row through LM head and greedy verification, from two sizes."""
@@ -168,7 +158,25 @@ class StartupProfile:
             end.record()
             end.synchronize()
             times_ms.append(start.elapsed_time(end))
-        return float(np.median(times_ms[1:]))
+        return min(times_ms[1:])
+
+
+def _draft_curves(timed: dict[_Shape, list[Any]]) -> dict[int, Curve]:
+    """Shortest draft time by requests for every width; a shape's target forward does not matter."""
+    times: dict[int, dict[int, float]] = {}
+    for shape, same in timed.items():
+        if not same[0].full_cudagraph:
+            continue
+        by_requests = times.setdefault(shape.draft_width, {})
+        shortest = min(sample.drafter_ms for sample in same)
+        by_requests[shape.requests] = min(shortest, by_requests.get(shape.requests, shortest))
+    return {
+        width: Curve(
+            np.array(sorted(by_requests), dtype=np.int64),
+            np.array([by_requests[requests] for requests in sorted(by_requests)]),
+        )
+        for width, by_requests in times.items()
+    }
 
 
 def describe(cost: CostModel | None) -> str:

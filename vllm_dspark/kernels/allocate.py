@@ -54,8 +54,20 @@ def _ranking_keys(
     return tl.where(served_first, 0x7F800000, keys)
 
 
-# Batch shape and budget change from step to step; a specialised variant would compile in traffic.
-@triton.jit(do_not_specialize=["num_reqs", "budget", "num_tokens"])
+# Batch shape and budget change from step to step, and rows of one upload start wherever the batch
+# puts them; a variant specialised for any of it would compile in traffic.
+@triton.jit(
+    do_not_specialize=["num_reqs", "budget", "num_tokens"],
+    do_not_specialize_on_alignment=[
+        "confidence_ptr",
+        "slots_ptr",
+        "draft_lens_ptr",
+        "base_lens_ptr",
+        "admitted_ptr",
+        "query_start_loc_ptr",
+        "cu_num_logits_ptr",
+    ],
+)
 def _allocate_kernel(
     confidence_ptr,  # [max_num_reqs, num_steps] float32, by request slot
     slots_ptr,  # [num_reqs] int64

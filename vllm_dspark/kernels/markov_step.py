@@ -67,11 +67,9 @@ def launch_options(
         shared_limit: shared memory in bytes that a program may have, by default an H100's.
     """
     if num_reqs <= 16:
-        options = LaunchOptions(block_vocab=64, tile_reqs=16, num_warps=4, num_stages=1)
-    elif num_reqs <= 32:
-        options = LaunchOptions(block_vocab=128, tile_reqs=32, num_warps=4, num_stages=1)
+        options = LaunchOptions(block_vocab=128, tile_reqs=16, num_warps=4, num_stages=1)
     else:
-        options = LaunchOptions(block_vocab=128, tile_reqs=64, num_warps=4, num_stages=1)
+        options = LaunchOptions(block_vocab=128, tile_reqs=64, num_warps=8, num_stages=1)
     if element_bytes > 2:
         # Products of float32 run without tensor cores, with operands in registers.
         options = replace(options, block_vocab=32, tile_reqs=16)
