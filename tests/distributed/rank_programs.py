@@ -29,7 +29,8 @@ from vllm_dspark.parallel.consensus import ConsensusChecker, ConsensusOptions
 from vllm_dspark.parallel.decision_log import DecisionLog
 from vllm_dspark.parallel.peer_exchange import PeerExchange
 from vllm_dspark.parallel.step_record import Decision, Outcome
-from vllm_dspark.parallel.tp_sync import HostPlan, SyncSite, open_tp_sync
+from vllm_dspark.parallel.sync_sites import SyncSite
+from vllm_dspark.parallel.tp_sync import HostPlan, open_tp_sync
 
 GROUP_TIMEOUT_S = 30.0
 
@@ -153,6 +154,30 @@ def accept(group: RankGroup, sites: list[str]) -> list[Any]:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]]) * (rank + 1)
     got = sync.agree_accept(ids, torch.tensor([3, 1 + rank]), torch.tensor([0, 2 - rank]))
     return [tensor.tolist() for tensor in got]
+
+
+def switched(group: RankGroup, protocol: str, sites: list[str]) -> dict[str, Any]:
+    """Plan, lengths and drafts that count on this rank, whose own are all different."""
+    counter = Counter()
+    sync = open_tp_sync(protocol, group, [SyncSite(site) for site in sites], **counting(counter))
+    assert sync is not None
+    rank, rows, slots = group.rank_in_group, BlockRows(2), torch.arange(2)
+    lens = torch.tensor([1, rank], dtype=torch.int32)
+    drafts = torch.tensor([[5, 6], [7, 8 + rank]])
+    own = HostPlan(2 + rank, 2, None, None, 2, None)
+    plan = sync.agree_plan(0, own, num_reqs=2)
+    agreed_lens = sync.agree_split(lens, drafts, slots)
+    packed = rows.pack(
+        2, torch.device("cpu"), torch.full((2, 2), 0.5 + rank), None, lens, drafts.clone()
+    )
+    values = rows.unpack(sync.agree_block(packed, rows.gamma).numpy())
+    inputs = protocol == "inputs"
+    return {
+        "plan": values.confidence.tolist() if inputs else plan.budget,
+        "lens": (values.verified if inputs else agreed_lens).tolist(),
+        "drafts": (values.drafts if inputs else drafts).tolist(),
+        "messages": counter["messages"],
+    }
 
 
 def off_by_one(group: RankGroup) -> None:
