@@ -28,6 +28,7 @@ from vllm_dspark.parallel.block_rows import BlockRows
 from vllm_dspark.parallel.consensus import ConsensusChecker, ConsensusOptions
 from vllm_dspark.parallel.decision_log import DecisionLog
 from vllm_dspark.parallel.peer_exchange import PeerExchange
+from vllm_dspark.parallel.roll_call import call_roll, default_store
 from vllm_dspark.parallel.step_record import Decision, Outcome
 from vllm_dspark.parallel.sync_sites import SyncSite
 from vllm_dspark.parallel.tp_sync import HostPlan, open_tp_sync
@@ -197,6 +198,19 @@ def no_message(group: RankGroup, timeout_s: float) -> float:
         sync.agree_plan(0, HostPlan(1, 1, None, None, 4, np.ones(1, np.int32)), num_reqs=1)
     else:
         time.sleep(timeout_s + 2.0)
+    return time.monotonic() - begin
+
+
+def roll_call(group: RankGroup, badges: list[str | None]) -> float:
+    """Seconds until all ranks have shown their badge; None stays away as a rank without plugin."""
+    begin, badge = time.monotonic(), badges[group.rank_in_group]
+    try:
+        if badge is not None:
+            call_roll(default_store(), group.ranks, group.rank_in_group, badge, limit_s=2.0)
+    finally:
+        # Rank 0 takes the store with it.
+        if group.rank_in_group == 0:
+            time.sleep(3.0)
     return time.monotonic() - begin
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm_dspark import __version__
 from vllm_dspark.config import ConfigError, DSparkConfig
 from vllm_dspark.core.calibration import DraftMethod, regime_of
 from vllm_dspark.core.calibration_io import load_calibration
@@ -27,6 +28,7 @@ from vllm_dspark.engine.session import Session
 from vllm_dspark.metrics import MetricsWriter
 from vllm_dspark.parallel.consensus import ConsensusOptions, open_checker
 from vllm_dspark.parallel.decision_log import open_decision_log
+from vllm_dspark.parallel.roll_call import call_roll, default_store
 from vllm_dspark.parallel.sync_sites import sites_for
 from vllm_dspark.parallel.tp_sync import open_tp_sync
 
@@ -99,9 +101,13 @@ def open_agreement(session: Session, group: Any, speculative_config: Any) -> Agr
 
     Raises:
         ConfigError: the sites that are to be synced do not suit the way of drafting.
+        RollCallError: a rank lacks the plugin, or has another version or other options.
     """
     writer, config = session.writer, session.config
     assert writer is not None, "made before the planner"
+    if group.world_size > 1:
+        badge = f"version {__version__}, {config.model_dump_json()}"
+        call_roll(default_store(), group.ranks, group.rank_in_group, badge)
     probabilistic = speculative_config.draft_sample_method != "greedy"
     config.check_drafting(probabilistic=probabilistic)
     if session.mode.trims and group.world_size > 1 and group.rank_in_group == 0:
