@@ -78,7 +78,7 @@ def test_version_and_options_are_shown_to_the_group(shown: list[Any]) -> None:
     ("dspark", "warning"),
     [
         ({"tp_sync": "audit"}, "ends after 180 s in such a step"),
-        ({"tp_sync": "off"}, "nothing ends such a step"),
+        ({"tp_sync": "off"}, "only vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends such a step"),
         ({"tp_sync": "off", "consensus_interval": 8}, ""),
         ({"tp_sync": "inputs"}, ""),
         ({"tp_sync": "outputs"}, ""),

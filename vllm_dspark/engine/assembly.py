@@ -130,13 +130,13 @@ def _warn_if_unsynced(config: DSparkConfig) -> None:
     """Tell the operator if ranks that decide differently are neither mended nor stopped."""
     if config.consensus_interval or config.tp_sync in ("inputs", "outputs"):
         return
-    bound = "nothing ends such a step"
+    bound = "only vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends such a step, without the reason"
     if config.tp_sync == "audit":
         bound = f"the server ends after {ConsensusOptions.timeout_s:g} s in such a step"
     logger.warning(
-        "dspark.tp_sync = %r mends nothing: ranks that decide differently wait for each other in a "
-        "step, and %s. Keep 'inputs' in service, or set dspark.consensus_interval to stop at the "
-        "first difference",
+        "dspark.tp_sync = %r mends nothing: ranks that decide differently add up rows of different "
+        "tokens, or wait for each other in a step, and %s. Keep 'inputs' in service, or set "
+        "dspark.consensus_interval to stop at the first difference",
         config.tp_sync,
         bound,
     )

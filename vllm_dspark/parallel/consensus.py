@@ -18,8 +18,8 @@ Invariants:
   equally many rounds.
 * No rank runs ahead of a comparison by more than two intervals and a few steps.
 * An audit stops at no difference: those from rank 0 are counted by site, and an exchange that fails
-  ends the audit with a warning. Ranks that differ may hang, so a step that does not end is fatal in
-  an audit too, even after its end.
+  ends the audit with a warning. Ranks that run different shapes may hang, so a step that does not
+  end is fatal in an audit too, even after its end.
 """
 
 from __future__ import annotations
@@ -334,8 +334,8 @@ class ConsensusChecker:
         if not (self.options.stops or self._audit_differs):
             self._audit_differs = True
             logger.warning(
-                "audit: rank %d differs from rank 0 in %s of step %d. Nothing mends it, and ranks "
-                "that run different shapes hang; a step of over %g s ends the process",
+                "audit: rank %d differs from rank 0 in %s of step %d. Nothing mends it: outputs "
+                "may be wrong, and ranks may hang; a step of over %g s ends the process",
                 self._exchange.rank,
                 what,
                 step,
