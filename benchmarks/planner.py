@@ -140,6 +140,7 @@ def make_native(batches: list[Batch], gamma: int) -> Callable[[int], None]:
     manager.req_states = SimpleNamespace(
         req_id_to_index={},
         num_computed_tokens_np=np.full(requests, 1000, np.int32),
+        max_seq_len=np.full(requests, 2000, np.int32),
         prefill_len=SimpleNamespace(np=np.full(requests, 500, np.int32)),
     )
     drafts = np.full(requests, gamma, np.int32)

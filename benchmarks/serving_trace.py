@@ -8,7 +8,8 @@ operator; operators nest, so their times contain those of the operators they cal
 
 import gzip
 import json
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class Profile:
-    """Totals of a trace, in ms; `by_name` has (name, calls, ms), longest first."""
+    """Totals of the steps of one kind, in ms; `by_name` has (name, calls, ms), longest first."""
 
     device: bool
+    kind: str
     steps: int
-    prefill_steps: int
     span_ms: float
     busy_ms: float
     by_name: list[tuple[str, int, float]]
@@ -30,13 +31,12 @@ class Profile:
     def text(self, rows: int = 40) -> str:
         """A table for people."""
         steps = max(1, self.steps)
-        kind = "kernel" if self.device else "operator"
+        what = "kernel" if self.device else "operator"
         lines = [
-            f"{self.steps} steps ({self.prefill_steps} with a prefill), "
-            f"{self.span_ms / steps:.3f} ms each, "
+            f"{self.steps} {self.kind} steps, {self.span_ms / steps:.3f} ms each, "
             f"{'device' if self.device else 'CPU'} busy {self.busy_ms / steps:.3f} ms "
             f"({self.busy_ms / self.span_ms:.1%})",
-            f"{'ms/step':>9} {'share':>6} {'calls/step':>10} {'us/call':>9}  {kind}",
+            f"{'ms/step':>9} {'share':>6} {'calls/step':>10} {'us/call':>9}  {what}",
         ]
         for name, calls, ms in self.by_name[:rows]:
             lines.append(
@@ -56,30 +56,65 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def summarize(events: Iterable[dict[str, Any]]) -> Profile:
-    """Totals by kernel. Raises `ValueError` if the trace has neither kernels nor operators."""
+def summarize(events: Iterable[dict[str, Any]]) -> list[Profile]:
+    """Totals by kernel for decode steps and for steps with a prefill, whichever there are.
+
+    A step reaches from its start on the device to that of the next one, so drafting and idle time
+    count to the step before them; the last step has no end and is left out. Without kernels all
+    steps are one kind.
+
+    Raises:
+        ValueError: the trace has neither kernels nor operators.
+    """
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    chosen = [event for event in complete if event.get("cat") in _DEVICE]
-    device = bool(chosen)
-    chosen = chosen or [event for event in complete if event.get("cat") == "cpu_op"]
+    kernels = [event for event in complete if event.get("cat") in _DEVICE]
+    # vLLM marks each step in the worker's thread; the device's timeline repeats the marks.
+    marks = {
+        category: sorted(
+            (event["ts"], event["name"])
+            for event in complete
+            if event.get("cat") == category and event["name"].startswith("execute_")
+        )
+        for category in ("user_annotation", "gpu_user_annotation")
+    }
+    starts = marks["gpu_user_annotation"]
+    if len(starts) > 1 and kernels:
+        return _by_kind(kernels, starts)
+    chosen = kernels or [event for event in complete if event.get("cat") == "cpu_op"]
     if not chosen:
         raise ValueError("the trace has neither kernels nor operators")
-    # vLLM marks each step in the worker's thread; the device's timeline repeats the marks.
-    steps = [
-        event["name"]
-        for event in complete
-        if event.get("cat") == "user_annotation" and event["name"].startswith("execute_")
+    span_us = max(event["ts"] + event["dur"] for event in chosen) - min(e["ts"] for e in chosen)
+    return [_profile("traced", chosen, len(marks["user_annotation"]), span_us, bool(kernels))]
+
+
+def _by_kind(kernels: list[dict[str, Any]], starts: Sequence[tuple[float, str]]) -> list[Profile]:
+    times = [ts for ts, _ in starts]
+    kinds = ["decode" if "context_0(" in name else "mixed" for _, name in starts[:-1]]
+    events: dict[str, list[dict[str, Any]]] = {}
+    for event in kernels:
+        step = bisect_right(times, event["ts"]) - 1
+        if 0 <= step < len(kinds):
+            events.setdefault(kinds[step], []).append(event)
+    spans_us = {
+        kind: sum(times[i + 1] - times[i] for i, other in enumerate(kinds) if other == kind)
+        for kind in events
+    }
+    return [
+        _profile(kind, found, kinds.count(kind), spans_us[kind], True)
+        for kind, found in sorted(events.items())
     ]
-    prefills = sum("context_0(" not in name for name in steps)
+
+
+def _profile(
+    kind: str, events: list[dict[str, Any]], steps: int, span_us: float, device: bool
+) -> Profile:
     sums: dict[str, tuple[int, float]] = {}
-    for event in chosen:
+    for event in events:
         calls, ms = sums.get(event["name"], (0, 0.0))
         sums[event["name"]] = (calls + 1, ms + event["dur"] / 1e3)
     by_name = sorted(((n, c, ms) for n, (c, ms) in sums.items()), key=lambda row: -row[2])
-    intervals = sorted((event["ts"], event["ts"] + event["dur"]) for event in chosen)
-    span_ms = (max(end for _, end in intervals) - intervals[0][0]) / 1e3
-    busy_ms = _covered(intervals) / 1e3
-    return Profile(device, len(steps), prefills, span_ms, busy_ms, by_name)
+    intervals = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
+    return Profile(device, kind, steps, span_us / 1e3, _covered(intervals) / 1e3, by_name)
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -71,10 +71,20 @@ class DSparkConfig(BaseModel):
     draft_width: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
         "auto", description="Slots of a drafted block: chosen by the load, or always this many."
     )
-    mixed_graphs: Literal["piecewise", "full"] = Field(
-        "piecewise",
-        description="Graphs for steps that mix prefill and decode: the host's piecewise ones, or "
-        "full ones where the attention backend replays any batch.",
+    folded_accept: Literal["auto", "off"] = Field(
+        "auto",
+        description="Accept greedy batches in a captured graph, or a kernel of ours where no graph "
+        "fits; off leaves every batch to the host's sampler.",
+    )
+    fused_markov: Literal["auto", "off"] = Field(
+        "auto",
+        description="Sample a vanilla Markov head with fused kernels where they run, or always "
+        "with the host's own loop.",
+    )
+    mixed_graphs: Literal["auto", "piecewise", "full"] = Field(
+        "auto",
+        description="Graphs for steps that mix prefill and decode: full ones where the attention "
+        "backends replay any batch, or the host's piecewise ones.",
     )
     min_gain: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.02, description="Predicted gain in tokens per second that a trimmed step must promise."

@@ -109,6 +109,12 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _counter("tier_steps", "Steps by token count of the replayed graph (0: no graph).", "tokens"),
     _counter("graph_misses", "Steps that wanted a graph and ran without one, by cause.", "reason"),
+    _counter(
+        "accept_steps",
+        "Verification steps by what accepted (graph, kernel, host) and why nothing faster did.",
+        "path",
+        "reason",
+    ),
     _counter("verify_tokens_padded", "Token slots of replayed graphs that held no real token."),
     _counter("verify_tokens_filled", "Draft tokens admitted above the budget into spare slots."),
     # Cost model.
@@ -314,6 +320,11 @@ class MetricsWriter:
             if survivals is not None and self._settled % self._every == 0:
                 self._count_reliability(survivals, admitted, accepted)
             self._done(start)
+
+    def observe_accept_path(self, path: str, reason: str) -> None:
+        """Count a step by what accepted its drafts; `reason`: why nothing faster did."""
+        if self._decides:
+            self._add(("accept_steps", (path, reason)), 1)
 
     def observe_timing(self, predicted_s: float | None, measured_s: float) -> None:
         """Compare the cost model with one measured step; ignored unless both are positive."""

@@ -84,6 +84,7 @@ class States:
         self.device = torch.device("cpu")
         self.req_id_to_index: dict[str, int] = {}
         self.num_computed_tokens_np = np.zeros(slots, np.int32)
+        self.max_seq_len = np.full(slots, 100_000, np.int32)
         self.prefill_len = SimpleNamespace(np=np.full(slots, PROMPT_TOKENS, np.int32))
         self.draft_tokens = torch.zeros(slots, GAMMA, dtype=torch.int64)
 

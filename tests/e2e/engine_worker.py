@@ -19,7 +19,11 @@ class Worker:
     def __init__(self, engine: dict[str, Any]) -> None:
         from vllm import LLM
 
+        if engine.get("async_scheduling"):
+            _allow_overlap_on_cpus()
         self._llm = LLM(**engine)
+        self._jit_events: list[str] = []
+        _watch_compiler(self._jit_events)
 
     def generate(self, requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Outputs of every request, in order; all of them are in the engine at once."""
@@ -69,43 +73,87 @@ class Worker:
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
+    def accept_paths(self) -> dict[str, int]:
+        """Verification steps by what accepted them."""
+        paths: dict[str, int] = {}
+        for series, value in _session().writer.snapshot().items():
+            if series.name == "vllm:dspark_accept_steps_total":
+                path = dict(series.labels)["path"]
+                paths[path] = paths.get(path, 0) + int(value)
+        return paths
+
+    def overlaps(self) -> bool:
+        return bool(self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+
+    def jit_events(self) -> list[str]:
+        return self._jit_events
+
     def plant(self, fault: str | None) -> None:
         """Break the verification rule on purpose; None repairs it.
 
         keep-rejected: a block whose first draft is rejected commits that draft instead of the
         token drawn in its place.
         """
-        from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+        from vllm_dspark.engine.verifier import Verifier
 
-        current = rejection_sampler.rejection_sample
-        sound = getattr(current, "sound", current)
-        rejection_sampler.rejection_sample = sound
-        if fault == "keep-rejected":
-            rejection_sampler.rejection_sample = _keep_rejected(sound)
-        elif fault is not None:
+        sound = getattr(Verifier.__call__, "sound", Verifier.__call__)
+        if fault not in (None, "keep-rejected"):
             raise ValueError(f"fault={fault!r}: allowed: 'keep-rejected' or None")
+        Verifier.__call__ = sound if fault is None else _keep_rejected(sound)
+
+
+def _allow_overlap_on_cpus() -> None:
+    """The host's CPU platform turns the overlapping scheduler off, since its model runs where the
+    scheduler does; what the two do to each other's data can be tested all the same.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def keep(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(keep)
+
+
+def _watch_compiler(events: list[str]) -> None:
+    """Note every kernel that Triton compiles from now on, loaded from its cache or not."""
+    from triton import knobs
+    from triton.runtime import jit
+
+    # Triton describes a kernel to its hooks as JSON, which some of the host's constants are not.
+    describe = jit.serialize_specialization_data
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return describe(*args, **kwargs)
+        except (TypeError, ValueError):
+            return None
+
+    jit.serialize_specialization_data = guarded
+    before = knobs.runtime.jit_post_compile_hook
+
+    def note(*args: Any, **event: Any) -> Any:
+        events.append(f"{event['fn'].module}.{event['fn'].name}")
+        return before(*args, **event) if before is not None else None
+
+    knobs.runtime.jit_post_compile_hook = note
 
 
 def _keep_rejected(sound: Any) -> Any:
-    def rejection_sample(
-        target_logits: Any,
-        draft_logits: Any,
-        drafts: Any,
-        cu_num_logits: Any,
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        sampled, num_sampled = sound(
-            target_logits, draft_logits, drafts, cu_num_logits, *args, **kw
-        )
-        starts, ends = cu_num_logits[:-1].tolist(), cu_num_logits[1:].tolist()
+    def verify(self: Any, logits: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+        output = sound(self, logits, batch, *args, **kw)
+        drafts = batch.input_ids[batch.logits_indices]
+        starts, ends = batch.cu_num_logits[:-1].tolist(), batch.cu_num_logits[1:].tolist()
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            if end - start > 1 and num_sampled[row] == 1:
-                sampled[row, 0] = drafts[start + 1]
-        return sampled, num_sampled
+            if end - start > 1 and output.num_sampled[row] == 1:
+                output.sampled_token_ids[row, 0] = drafts[start + 1]
+        return output
 
-    rejection_sample.sound = sound
-    return rejection_sample
+    verify.sound = sound
+    return verify
 
 
 def _session(required: bool = True) -> Any:

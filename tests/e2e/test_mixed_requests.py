@@ -45,9 +45,11 @@ KINDS = {
     "minimum": {"max_tokens": 16, "min_tokens": 12},
 }
 TRIMMED = {
-    "host": {"verify": "compact", "lens": "host"},
-    "cap-accept": {"verify": "cap-accept"},
+    "host": ({"verify": "compact", "lens": "host"}, False),
+    "host, overlap": ({"verify": "compact", "lens": "host"}, True),
+    "cap-accept": ({"verify": "cap-accept"}, False),
 }
+"""Options, and whether the scheduler overlaps."""
 SAMPLED = {"temperature": 1.0, "n": 2, "seed": 5, "max_tokens": 12, "ignore_eos": True}
 
 
@@ -61,8 +63,10 @@ def prompt_ids(count: int) -> list[list[int]]:
     return [tokenizer(prompt).input_ids for prompt in demo_prompts(count)]
 
 
-def requests_of(stop_token: int) -> dict[str, dict[str, Any]]:
-    """One request per kind; `stop_token` occurs in the greedy continuation of its prompt."""
+def requests_of(stop_token: int, **more: Any) -> dict[str, dict[str, Any]]:
+    """One request per kind; `stop_token` occurs in the greedy continuation of its prompt, `more` is
+    added to the greedy ones.
+    """
     ids = prompt_ids(len(KINDS) + 1)
     found = {}
     for (kind, sampling), prompt in zip(KINDS.items(), ids, strict=False):
@@ -72,8 +76,7 @@ def requests_of(stop_token: int) -> dict[str, dict[str, Any]]:
         if kind == "end of context":
             prompt = (ids[2] + ids[3])[: MAX_LEN - 30]
         given = {"stop_token_ids": [stop_token]} if kind == "stop token" else {}
-        # Logprobs of every greedy request: a differing token must be told from a near-tie.
-        found[kind] = request(prompt, **{"logprobs": 2, **sampling, **given})
+        found[kind] = request(prompt, **{**more, **sampling, **given})
     found["sampled"] = request(ids[-1][:40], **SAMPLED)
     return found
 
@@ -88,15 +91,15 @@ class Served:
     counters: dict[str, float]
 
 
-def serve(engine: Engine, stop_token: int) -> Served:
-    wanted = requests_of(stop_token)
+def serve(engine: Engine, stop_token: int, **more: Any) -> Served:
+    wanted = requests_of(stop_token, **more)
     with engine.counting() as counters:
         mixed = dict(zip(wanted, engine.run(list(wanted.values())), strict=True))
         # Twice: what the first run left in the cache may have been evicted since.
         for _ in range(2):
             (again,) = engine.run([wanted["long prompt"]])
         # Eight requests that together need more cache than there is.
-        crowd = engine.greedy([p[:40] for p in prompt_ids(8)], 80, logprobs=2)
+        crowd = engine.greedy([p[:40] for p in prompt_ids(8)], 80, **more)
     return Served(mixed, again, crowd, counters)
 
 
@@ -112,14 +115,21 @@ def stop_token() -> int:
 @pytest.fixture(scope="module")
 def plain(stop_token: int) -> Served:
     with Engine(**SMALL) as engine:
-        return serve(engine, stop_token)
+        # Logprobs of every greedy request: a differing token must be told from a near-tie. Where
+        # drafts are verified, they would send every batch to the host's sampler.
+        return serve(engine, stop_token, logprobs=2)
 
 
 @pytest.fixture(scope="module", params=TRIMMED)
 def served(request: pytest.FixtureRequest, stop_token: int) -> Iterator[Served]:
-    dspark = {"strict": True, "budget_pin": 0.6, **STEADY, **TRIMMED[request.param]}
-    with Engine(dspark, num_gpu_blocks_override=FEW_BLOCKS, **SMALL) as engine:
-        yield serve(engine, stop_token)
+    mode, overlap = TRIMMED[request.param]
+    dspark = {"strict": True, "budget_pin": 0.6, **STEADY, **mode}
+    small = {**SMALL, "num_gpu_blocks_override": FEW_BLOCKS, "async_scheduling": overlap}
+    with Engine(dspark, **small) as engine:
+        found = serve(engine, stop_token)
+        # Batches that one request sends to the host's sampler, and those that none does.
+        assert set(engine.accept_paths()) == {"host", "kernel"}
+        yield found
 
 
 @pytest.mark.parametrize("kind", KINDS)

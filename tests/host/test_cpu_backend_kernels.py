@@ -85,6 +85,14 @@ def bfloat16_store(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def bfloat16_dot(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    block = tl.arange(0, BLOCK)
+    cells = block[:, None] * BLOCK + block[None, :]
+    x = tl.load(x_ptr + cells)
+    tl.store(out_ptr + cells, tl.dot(x, tl.trans(x)))
+
+
+@triton.jit
 def wrapping_hash(x_ptr, out_ptr, BLOCK: tl.constexpr):
     block = tl.arange(0, BLOCK)
     h = tl.load(x_ptr + block).to(tl.uint32)
@@ -143,6 +151,12 @@ def _bfloat16_store() -> Any:
     return torch.equal(out.nan_to_num(7.0), x.bfloat16().nan_to_num(7.0))
 
 
+def _bfloat16_dot() -> Any:
+    x, out = (torch.arange(256.0).view(16, 16) / 64 - 2).bfloat16(), torch.zeros(16, 16)
+    bfloat16_dot[(1,)](x, out, BLOCK=16)
+    return torch.equal(out, x.float() @ x.float().T)
+
+
 def _wrapping_hash() -> Any:
     out = torch.zeros(2, dtype=torch.int64)
     wrapping_hash[(1,)](torch.tensor([1, 0xFFFFFFFF]), out, BLOCK=2)
@@ -174,6 +188,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, bool]] = {
     "bfloat16_rank": (_bfloat16_rank, 3, False),
     "bfloat16_add": (_bfloat16_add, [4.5, -0.5], False),
     "bfloat16_store": (_bfloat16_store, True, False),
+    "bfloat16_dot": (_bfloat16_dot, True, False),
     "wrapping_hash": (_wrapping_hash, [_python_hash(1), _python_hash(0xFFFFFFFF)], True),
 }
 

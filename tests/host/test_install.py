@@ -116,6 +116,7 @@ def configuration(
             hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=8, model_type="qwen3"),
         ),
         lora_config=object() if lora else None,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
             data_parallel_size=1,
@@ -184,6 +185,7 @@ def test_without_dspark_every_call_goes_to_the_host(
         "RejectionSampler": (("sampler", speculative, "device"), {}),
         "GPUModelRunner.capture_model": ((owner,), {"profile_only": True}),
         "GPUModelRunner.prepare_inputs": ((owner, 1, 2, 3), {}),
+        "GPUModelRunner.sample": ((owner, 1, 2, 3), {}),
     }
     if method is not None:
         calls["init_speculator"] = ((config, "device", "states"), {})
@@ -296,6 +298,31 @@ def test_the_proposer_learns_which_widths_it_may_draft(
     proposer = opened.kept_by_the_runner
     assert proposer.allowed == opened.widths == widths
     assert proposer.next_width() == widths[-1]
+
+
+@pytest.mark.parametrize("can_skip", [True, False])
+def test_drafting_may_be_left_out_where_the_host_can(
+    runner: ModuleType, host: Recorder, can_skip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    def propose(self: Any, input_batch: Any, num_speculative_tokens: int | None = None) -> None: ...
+
+    def propose_always(self: Any, input_batch: Any) -> None: ...
+
+    monkeypatch.setattr(DSparkSpeculator, "propose", propose if can_skip else propose_always)
+    install.bind(runner)
+    opened = take_over(runner, host, configuration(full_graphs=True))
+    assert opened.widths == ((0,) if can_skip else ()) + (1, 2, 3, 5, 7)
+
+
+@pytest.mark.parametrize(("option", "allowed"), [("auto", True), ("off", False)])
+def test_the_proposer_learns_whether_fused_kernels_may_run(
+    runner: ModuleType, host: Recorder, option: str, allowed: bool
+) -> None:
+    install.bind(runner)
+    opened = take_over(runner, host, configuration(fused_markov=option))
+    assert opened.kept_by_the_runner.fused_markov is allowed
 
 
 def test_a_width_above_gamma_is_refused(runner: ModuleType) -> None:
@@ -500,6 +527,71 @@ def test_a_failing_capture_leaves_no_profile(served: SimpleNamespace, host: Reco
 def test_a_memory_profile_times_nothing(served: SimpleNamespace) -> None:
     served.runner.GPUModelRunner.capture_model(served.owner, profile_only=True)
     assert served.planner.profiles == []
+
+
+class _Accepting:
+    """A verifier that accepts from hidden states, or leaves it to the host."""
+
+    def __init__(self, output: Any) -> None:
+        self.output, self.captured = output, []
+
+    def from_hidden(self, *args: Any) -> Any:
+        return self.output
+
+    def capture(self, owner: Any) -> None:
+        self.captured.append(owner)
+
+
+@pytest.fixture
+def accepting(served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """`served`, whose runner has a verifier of ours."""
+    from vllm_dspark.engine import verifier
+
+    monkeypatch.setattr(verifier, "Verifier", _Accepting)
+    output = SimpleNamespace(num_sampled="counts", num_rejected="rest")
+    served.owner.rejection_sampler = _Accepting(output)
+    served.owner.batch_sharder = None
+    return served
+
+
+def test_captured_acceptance_needs_no_logits(accepting: SimpleNamespace, host: Recorder) -> None:
+    sample = accepting.runner.GPUModelRunner.sample
+    output = accepting.owner.rejection_sampler.output
+    calls = len(host.calls)
+    assert sample(accepting.owner, "hidden", "batch", None) == (output, "counts", "rest")
+    assert len(host.calls) == calls
+
+
+def test_what_is_not_captured_is_sampled_by_the_host(
+    accepting: SimpleNamespace, host: Recorder
+) -> None:
+    sample = accepting.runner.GPUModelRunner.sample
+    accepting.owner.rejection_sampler.output = None
+    assert sample(accepting.owner, "hidden", "batch", "grammar") is host.answer
+    assert host.calls[-1][1] == (accepting.owner, "hidden", "batch", "grammar")
+
+
+def test_sharded_batches_and_foreign_samplers_are_the_hosts(
+    accepting: SimpleNamespace, host: Recorder
+) -> None:
+    sample = accepting.runner.GPUModelRunner.sample
+    accepting.owner.batch_sharder = object()
+    assert sample(accepting.owner, 1, 2, None) is host.answer
+    accepting.owner.batch_sharder = None
+    accepting.owner.rejection_sampler = object()
+    assert sample(accepting.owner, 1, 2, None) is host.answer
+
+
+def test_acceptance_is_captured_behind_the_model(
+    accepting: SimpleNamespace, host: Recorder
+) -> None:
+    verifier = accepting.owner.rejection_sampler
+    capture = accepting.runner.GPUModelRunner.capture_model
+    host.effect = lambda *args, **kwargs: len(verifier.captured)
+    assert capture(accepting.owner) == 0, "the model first"
+    assert verifier.captured == [accepting.owner]
+    capture(accepting.owner, profile_only=True)
+    assert verifier.captured == [accepting.owner], "a memory profile keeps no graphs"
 
 
 def test_without_full_graphs_there_is_no_graph_mode_to_choose(

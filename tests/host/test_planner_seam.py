@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +78,7 @@ class Runner:
             device=torch.device("cpu"),
             req_id_to_index={},
             num_computed_tokens_np=np.zeros(SLOTS, np.int32),
+            max_seq_len=np.full(SLOTS, 1000, np.int32),
             prefill_len=SimpleNamespace(np=np.full(SLOTS, PROMPT, np.int32)),
             draft_tokens=torch.zeros(SLOTS, GAMMA, dtype=torch.int64),
         )
@@ -293,6 +294,27 @@ def test_the_live_block_gets_the_budget_where_it_can_be_read() -> None:
         runner = started(mode, pin=GAMMA)
         runner.step(drafts_of(runner), confidence=np.array([[0.1], [0.2], [0.99]]))
         assert runner.step(drafts_of(runner)).lens.tolist() == [0, 0, GAMMA]
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.HOST, VerifyMode.DEVICE])
+def test_a_budget_passes_by_drafts_that_cannot_be_delivered(mode: VerifyMode) -> None:
+    """The second request may generate two more tokens: one draft and the token after it."""
+    runner = started(mode, pin=GAMMA + 2)
+    ends = runner.states.num_computed_tokens_np[1] + 3
+    runner.states.max_seq_len[1] = ends
+    assert runner.step(drafts_of(runner), confidence=0.99).lens[1] <= 1
+    # A budget that the others cannot use up is spent all the same: the step stays a full one.
+    runner.planner.core.policy = replace(runner.planner.core.policy, pin=1.0)
+    runner.states.max_seq_len[1] = runner.states.num_computed_tokens_np[1] + 3
+    assert runner.step(drafts_of(runner)).lens.tolist() == [GAMMA] * 3
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.HOST, VerifyMode.DEVICE])
+def test_while_a_step_is_in_flight_the_end_may_be_farther(mode: VerifyMode) -> None:
+    runner = started(mode, pin=GAMMA, overlaps=True)
+    runner.step(drafts_of(runner), confidence=np.array([[0.1], [0.99], [0.1]]))
+    runner.states.max_seq_len[1] = runner.states.num_computed_tokens_np[1] + 3
+    assert runner.step(drafts_of(runner)).lens.tolist() == [0, GAMMA, 0]
 
 
 @pytest.mark.parametrize("mode", TRIMMING)
@@ -558,3 +580,38 @@ def test_the_replayed_graph_is_noted_and_eager_is_not() -> None:
     assert decision.graph_tokens is None
     runner.planner.dispatched(SimpleNamespace(cg_mode=CUDAGraphMode.FULL, num_tokens=12))
     assert decision.graph_tokens == 12
+
+
+class Width:
+    """A width choice that the test makes."""
+
+    current = GAMMA
+
+    def due(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("mode", TRIMMING)
+def test_a_block_that_was_left_out_is_never_verified(mode: VerifyMode) -> None:
+    width = Width()
+    runner = started(mode, cost=COST, pin=1.0, widths=width)
+    drafts = dict.fromkeys(("r0", "r1", "r2"), GAMMA)
+    width.current = 0
+    assert runner.step(drafts).lens.tolist() == [GAMMA] * 3, "the block drafted before"
+    assert runner.planner.draft_width == 0
+    width.current = GAMMA
+    plain = runner.step(drafts)
+    assert plain.lens.tolist() == [0, 0, 0]
+    assert (plain.num_tokens, plain.decision.plan.reason) == (3, PlanReason.NO_DRAFTS)
+    assert runner.planner.draft_width == GAMMA
+    assert runner.step(drafts).lens.tolist() == [GAMMA] * 3, "the block drafted since"
+
+
+@pytest.mark.parametrize("mode", TRIMMING)
+def test_plain_decoding_replays_the_graph_of_one_token_per_request(mode: VerifyMode) -> None:
+    width = Width()
+    runner = started(mode, cost=COST, pin=1.0, widths=width)
+    width.current = 0
+    runner.step(dict.fromkeys(("r0", "r1", "r2"), GAMMA))
+    runner.decide(dict.fromkeys(("r0", "r1", "r2"), GAMMA))
+    assert runner.planner.uniform_query_len == 1

@@ -13,6 +13,7 @@ import torch
 from draft_harness import BLOCK, HIDDEN, TAPS, DraftHost, Step
 from reference_drafter import ReferenceDrafter
 
+from vllm_dspark.engine import markov_loop
 from vllm_dspark.engine.checkpoint import CheckpointError
 
 
@@ -69,17 +70,37 @@ def test_without_a_trained_head_the_estimator_may_serve(target: Path, tmp_path: 
     assert DraftHost(with_head, Estimating).proposer.acceptance_estimator is None
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
-def test_probabilistic_drafting_keeps_the_proposal(head: str, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("head", "reduced", "fused"),
+    [
+        ("vanilla", False, False),
+        ("vanilla", False, True),
+        ("vanilla", True, True),
+        ("gated", True, False),
+        ("rnn", False, False),
+        ("none", False, False),
+    ],
+)
+def test_probabilistic_drafting_keeps_the_proposal(
+    head: str,
+    reduced: bool,
+    fused: bool,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rejection sampling needs the exact logits that each draft was drawn from."""
     from vllm_dspark.cpu import interpreter
     from vllm_dspark.engine.proposer import DSparkProposer
 
     interpreter.install()
-    draft = harness.draft_config(head, reduced=head == "gated")
+    if fused:
+        monkeypatch.setattr(markov_loop, "device_obstacle", lambda device: "")
+    draft = harness.draft_config(head, reduced=reduced)
     config = engine_config(target, tmp_path, draft, draft_sample_method="probabilistic")
     host = DraftHost(config, DSparkProposer)
     steps = one_step()
+    assert bool(host.proposer.host_loop_reason) != fused
     tokens, _ = host.propose(steps)
     weights = harness.draft_weights(draft)
     expected = ReferenceDrafter(draft, weights).draft(
@@ -93,6 +114,28 @@ def test_probabilistic_drafting_keeps_the_proposal(head: str, target: Path, tmp_
     others = torch.ones(cached.shape[1], dtype=torch.bool)
     others[columns] = False
     assert (cached[:, others] == -torch.inf).all()
+
+
+def test_a_width_of_zero_asks_the_host_for_no_block(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    from vllm_dspark.engine.proposer import DSparkProposer
+
+    asked: list[int | None] = []
+
+    def propose(self: Any, batch: Any, num_speculative_tokens: int | None = None) -> None:
+        asked.append(num_speculative_tokens)
+
+    monkeypatch.setattr(DSparkSpeculator, "propose", propose)
+    config = engine_config(target, tmp_path, harness.draft_config())
+    proposer = DSparkProposer(config, torch.device("cpu"))
+    for width in (0, BLOCK):
+        proposer.next_width = lambda width=width: width
+        batch = SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([9, 9]))
+        assert proposer.propose(batch).shape == (2, BLOCK)
+    assert asked == [0, None]
 
 
 def test_misfit_is_refused_before_anything_is_loaded(target: Path, tmp_path: Path) -> None:

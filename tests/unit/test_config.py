@@ -86,6 +86,7 @@ def test_misspelt_option_is_suggested() -> None:
         ("tp_sync", "", "'inputs'"),
         ("tp_sync_sites", "plan", "'auto' or a list of 'plan', 'lens', 'draft', 'accept'"),
         ("tp_sync_sites", ["plans"], "'auto' or a list of 'plan', 'lens', 'draft', 'accept'"),
+        ("fused_markov", "on", "'off'"),
         # out of range
         ("min_gain", 1.01, "<= 1.0"),
         ("min_gain", -0.1, ">= 0.0"),

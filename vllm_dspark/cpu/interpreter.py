@@ -48,6 +48,15 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     ),
     HostSymbol(
         _INTERPRETER,
+        "InterpreterBuilder.create_dot",
+        ("a", "b"),
+        "wrapped",
+        "Products of bfloat16 matrices are taken of their values, not of their bits as integers.",
+        _TRITON + "pull/10945",
+        "the interpreter computes bfloat16 by value",
+    ),
+    HostSymbol(
+        _INTERPRETER,
         "_convert_float",
         ("input", "input_dtype", "output_dtype", "rounding_mode"),
         "wrapped",

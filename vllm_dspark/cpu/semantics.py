@@ -3,8 +3,9 @@
 
 * A comparison yields `int1`. The interpreter labels its result with the operands' type, so a scalar
   comparison becomes an integer block once it is broadcast, and masked loads and stores refuse it.
-* `bfloat16` is compared and computed by value, and rounded to nearest even. The interpreter keeps
-  the bits in a `uint16` and works on those: negative numbers compare the wrong way round.
+* `bfloat16` is compared, computed and multiplied as matrices by value, and rounded to nearest even.
+  The interpreter keeps the bits in a `uint16` and works on those: negative numbers compare the
+  wrong way round.
 * libdevice functions compute. Their Python bodies are empty until a compiler backend binds them, so
   interpreted kernels get `None`.
 
@@ -40,7 +41,8 @@ def make_comparisons_int1(interpreter: Any) -> None:
 def compute_bfloat16_by_value(interpreter: Any) -> None:
     import triton.language as tl
 
-    convert, binary_op = interpreter._convert_float, interpreter.InterpreterBuilder.binary_op
+    builder = interpreter.InterpreterBuilder
+    convert, binary_op, dot = interpreter._convert_float, builder.binary_op, builder.create_dot
     toward_zero = interpreter._ir.ROUNDING_MODE.RTZ
 
     @functools.wraps(convert)
@@ -61,8 +63,15 @@ def compute_bfloat16_by_value(interpreter: Any) -> None:
         result = binary_op(self, *wide, op)
         return result if result.data.dtype == np.bool_ else self.cast_impl(result, tl.bfloat16)
 
+    @functools.wraps(dot)
+    def dot_by_value(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (self.cast_impl(operand, tl.float32) for operand in (a, b))
+        return dot(self, a, b, *args)
+
     interpreter._convert_float = convert_float
-    interpreter.InterpreterBuilder.binary_op = binary_op_by_value
+    builder.binary_op = binary_op_by_value
+    builder.create_dot = dot_by_value
 
 
 def _nearest_bfloat16_bits(values: Any) -> Any:

@@ -93,6 +93,7 @@ def build_planner(
         widths=WidthChoice(session.widths),
         share=share,
         agreement=open_agreement(session, get_tp_group(), host["vllm_config"].speculative_config),
+        overlaps=bool(host["vllm_config"].scheduler_config.async_scheduling),
     )
 
 

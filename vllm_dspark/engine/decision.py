@@ -30,6 +30,8 @@ class StepDecision:
     """``[num_reqs]`` drafts that the scheduler handed over."""
     eligible: np.ndarray
     """``[num_reqs]`` those of them that are drafts of this request and not placeholders."""
+    useful: np.ndarray
+    """``[num_reqs]`` drafts that could still be delivered, were they accepted."""
     admitted: np.ndarray | None
     """``[num_reqs]`` drafts of the plan; None until the device's split has been read back."""
     samples: np.ndarray
@@ -55,6 +57,12 @@ class StepDecision:
     """Why a step that should have replayed a full graph did not."""
     measured_ms: float | None = None
     """Time from this decision to that of the next step; None if there was a pause."""
+
+    @property
+    def spendable(self) -> np.ndarray:
+        """``[num_reqs]`` drafts to spend the budget on: the useful ones if they suffice."""
+        lens = np.minimum(self.eligible, self.useful)
+        return lens if int(lens.sum()) >= self.running_drafts else self.eligible
 
     @property
     def running_drafts(self) -> int:

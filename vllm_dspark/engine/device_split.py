@@ -49,8 +49,9 @@ class DeviceSplit:
         """Split the decided budget, fill ``query_start_loc``; returns logit offsets."""
         count = len(decision.req_ids)
         lens, base = self._full[:count], self._single[:count]
-        if not bool((decision.eligible == self._gamma).all() and (decision.base_lens == 1).all()):
-            both = np.stack([decision.eligible, decision.base_lens]).astype(np.int32)
+        drafts = decision.spendable
+        if not bool((drafts == self._gamma).all() and (decision.base_lens == 1).all()):
+            both = np.stack([drafts, decision.base_lens]).astype(np.int32)
             lens, base = async_tensor_h2d(both, device=idx_mapping.device)
         own, cu_num_logits = allocate(
             self._live,

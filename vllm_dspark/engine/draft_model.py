@@ -8,7 +8,8 @@ it takes on trust:
 * on the CPU, context keys are normalised per layer (`context_keys`);
 * weights are checked for names and shapes before any is loaded (`checkpoint.check_weights`).
 
-On a GPU a vanilla draft is vLLM's model bit for bit: same modules, same loader, same sampling loop.
+On a GPU a vanilla draft is vLLM's model bit for bit: same modules, same loader. Its block is
+sampled by vLLM's loop or, where nothing else touches the logits, by `markov_loop`.
 
 Importing this module imports torch and vLLM. `registration.register_draft_models` names it lazily.
 """

@@ -4,14 +4,15 @@
 A block of w slots costs w/gamma of the draft's backbone, LM head and Markov loop, so a step that
 will verify few drafts should not pay for gamma of them. Everything the host's speculator derives
 from its number of drafts is swapped for the duration of a call; each width has draft graphs of its
-own, laid out over the request counts that the host's capture sizes name, up to the largest batch.
+own (`draft_graphs`), laid out over the request counts that the host's capture sizes name, up to the
+largest batch.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,12 +32,11 @@ class DraftFamilies:
         self._gamma: int = speculator.num_speculative_steps
         self._fill = speculator.num_query_per_req - self._gamma
         self.widths: tuple[int, ...] = (self._gamma,)
-        self._graphs: dict[int, Any] = {}
         self._anchors: dict[int, torch.Tensor] = {}
 
     def allow(self, widths: tuple[int, ...]) -> None:
-        """Draft at these widths; call before graphs are made."""
-        self.widths = widths
+        """Draft at these widths, of which 0 needs no graph; call before graphs are made."""
+        self.widths = tuple(width for width in widths if width)
 
     @contextmanager
     def at(self, width: int) -> Iterator[None]:
@@ -47,19 +47,21 @@ class DraftFamilies:
             return
         names = ("num_speculative_steps", "num_query_per_req", "_anchor_idx")
         usual = {name: getattr(spec, name) for name in names}
-        graphs, confidence = spec.query_cudagraph_manager, spec.draft_token_confidence_probs
+        confidence = spec.draft_token_confidence_probs
         spec.num_speculative_steps = width
         spec.num_query_per_req = width + self._fill
         spec._anchor_idx = self._anchor_idx(spec.num_query_per_req)
-        spec.query_cudagraph_manager = self._graphs.get(width)
         spec.draft_token_confidence_probs = confidence[:, :width]
         try:
             yield
         finally:
-            self._graphs[width] = spec.query_cudagraph_manager
-            spec.query_cudagraph_manager, spec.draft_token_confidence_probs = graphs, confidence
+            spec.draft_token_confidence_probs = confidence
             for name, value in usual.items():
                 setattr(spec, name, value)
+
+    def at_query(self, query_len: int) -> AbstractContextManager[None]:
+        """As `at`, named by the query tokens per request."""
+        return self.at(query_len - self._fill)
 
     @contextmanager
     def capture_sizes(self) -> Iterator[None]:

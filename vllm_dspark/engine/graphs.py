@@ -36,15 +36,19 @@ class VerifyGraphManager(ModelCudaGraphManager):
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
-        query_lens = self._uniform_query_lens()
-        if not query_lens or not self._capture_descs:
+        if not self._capture_descs:
             return
+        self._add_uniform_graphs()
+        if self._session.mixed_full_graphs and self.cudagraph_mode.has_piecewise_cudagraphs():
+            self._add_mixed_graphs()
+
+    def _add_uniform_graphs(self) -> None:
         usual_width, usual_config = self.decode_query_len, self.compilation_config
         varlen, self.varlen_decode = self.varlen_decode, False
         sizes = sorted(usual_config.cudagraph_capture_sizes or ())
         requests = thin([size for size in sizes if size <= self.max_num_reqs])
         try:
-            for query_len in query_lens:
+            for query_len in self._uniform_query_lens():
                 self.decode_query_len = query_len
                 self.compilation_config = copy.copy(usual_config)
                 self.compilation_config.cudagraph_capture_sizes = [
@@ -54,14 +58,13 @@ class VerifyGraphManager(ModelCudaGraphManager):
         finally:
             self.decode_query_len, self.compilation_config = usual_width, usual_config
             self.varlen_decode = varlen
-        if self._session.mixed_full_graphs and self.cudagraph_mode.has_piecewise_cudagraphs():
-            self._add_mixed_graphs()
 
     def _add_mixed_graphs(self) -> None:
         """Full graphs for steps that mix prefill and decode, asked before the piecewise ones.
 
-        A piecewise step launches every layer from the host, which at small batches takes longer
-        than the device needs. Where the attention backend replays any batch, one launch does.
+        A piecewise step launches every layer from the host, which takes longer than the device
+        needs for some hundred tokens. Where the attention backend replays any batch, one launch
+        does.
         """
         usual = self.cudagraph_mode
         self.cudagraph_mode = CUDAGraphMode.FULL

@@ -8,9 +8,11 @@ else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -65,7 +67,7 @@ def _take_over(vllm_config: Any) -> Session | None:
 
 
 def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
-    """Block widths that this server may draft, the widest one last.
+    """Block widths that this server may draft, the widest one last; 0 is not drafting.
 
     Only where trimming can leave out the slots that a narrow block lacks: what an earlier block
     left in them is no draw from the drafter's distribution and must never be verified.
@@ -78,7 +80,14 @@ def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
         return (gamma,)
     if config.draft_width != "auto":
         return (config.draft_width,)
-    return widths_for(gamma) if facts.full_graphs else (gamma,)
+    return widths_for(gamma, _may_skip_draft()) if facts.full_graphs else (gamma,)
+
+
+def _may_skip_draft() -> bool:
+    """Whether the host's speculator keeps its context up to date without drafting a block."""
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    return "num_speculative_tokens" in compat.parameters(DSparkSpeculator.propose)
 
 
 def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
@@ -103,6 +112,7 @@ def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
         session.attach_proposer(proposer)
         proposer.families.allow(session.widths)
         proposer.next_width = session.next_width
+        proposer.fused_markov = session.config.fused_markov == "auto"
         return proposer
 
     return init_speculator
@@ -121,7 +131,7 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
         refusal = session.device_obstacle or _refusal(original, kwargs)
         session.resolved = resolve(session.config, host_facts(kwargs["vllm_config"], refusal))
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
-        session.mixed_full_graphs = _mixed_full_graphs(session.config, kwargs)
+        session.mixed_full_graphs = _mixed_full_graphs(session, kwargs)
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)
@@ -144,30 +154,32 @@ def _refusal(original: Any, kwargs: dict[str, Any]) -> str:
     return ""
 
 
-def _mixed_full_graphs(config: DSparkConfig, kwargs: dict[str, Any]) -> bool:
+def _mixed_full_graphs(session: Session, kwargs: dict[str, Any]) -> bool:
     """Whether mixed steps get full graphs.
 
     Raises:
-        ConfigError: they were asked for and an attention backend cannot replay them.
+        ConfigError: they were asked for and cannot be had.
     """
-    if config.mixed_graphs == "piecewise" or config.verify == "static":
-        return False
+    wanted, unable = session.config.mixed_graphs, _unable_to_mix(session, kwargs)
+    if wanted == "full" and unable:
+        raise ConfigError(f"dspark.mixed_graphs = 'full' cannot run: {unable}")
+    return wanted != "piecewise" and not unable
+
+
+def _unable_to_mix(session: Session, kwargs: dict[str, Any]) -> str:
+    """Why mixed steps cannot replay full graphs; empty if they can."""
+    if session.mode is VerifyMode.STATIC:
+        return "a server that verifies every draft keeps the host's graphs"
     vllm_config, checked = kwargs["vllm_config"], kwargs.get("target_layer_names")
-    unable = [
-        group.backend.get_name()
-        for groups in kwargs["attn_groups"]
-        for group in groups
-        if (checked is None or not checked.isdisjoint(group.layer_names))
-        and group.get_metadata_builder(0)
-        .get_cudagraph_support(vllm_config, group.kv_cache_spec)
-        .name
-        != "ALWAYS"
-    ]
-    if unable:
-        raise ConfigError(
-            f"dspark.mixed_graphs = 'full' cannot run: {unable[0]} attention replays no mixed batch"
+    for group in itertools.chain.from_iterable(kwargs["attn_groups"]):
+        if checked is not None and checked.isdisjoint(group.layer_names):
+            continue
+        support = group.get_metadata_builder(0).get_cudagraph_support(
+            vllm_config, group.kv_cache_spec
         )
-    return True
+        if support.name != "ALWAYS":
+            return f"{group.backend.get_name()} attention replays no mixed batch"
+    return ""
 
 
 def host_facts(vllm_config: Any, obstacle_to_device: str = "") -> HostFacts:
@@ -234,24 +246,62 @@ def _wrap_prepare_inputs(original: Any, runner: ModuleType) -> Any:
     return prepare_inputs
 
 
+def _verifier(runner: Any) -> Any:
+    """Our rejection sampler, if it is what this runner accepts with."""
+    if find_session(runner.speculative_config) is None:
+        return None
+    from vllm_dspark.engine.verifier import Verifier
+
+    # Some models bring samplers of their own, and pipeline stages may have none.
+    found = getattr(runner, "rejection_sampler", None)
+    return found if isinstance(found, Verifier) else None
+
+
+def _wrap_sample(original: Any, runner: ModuleType) -> Any:
+    @functools.wraps(original)
+    def sample(self: Any, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        verifier = _verifier(self)
+        if verifier is not None and self.batch_sharder is None:
+            output = verifier.from_hidden(hidden_states, input_batch, grammar_output)
+            if output is not None:
+                return output, output.num_sampled, output.num_rejected
+        return original(self, hidden_states, input_batch, grammar_output)
+
+    return sample
+
+
 def _wrap_capture_model(original: Any, runner: ModuleType) -> Any:
     @functools.wraps(original)
     def capture_model(self: Any, **kwargs: Any) -> Any:
         session = find_session(self.speculative_config)
-        planner = session.planner if session is not None else None
-        if planner is None or kwargs.get("profile_only") or session.config.cost_table is not None:
+        if session is None or kwargs.get("profile_only"):
             return original(self, **kwargs)
-        from vllm_dspark.engine.profile import StartupProfile
-
-        planner.bind_profile(
-            StartupProfile(planner.core, self, session.widths, planner.set_draft_width)
-        )
-        try:
-            return original(self, **kwargs)
-        finally:
-            planner.bind_profile(None)
+        with _profiling(session, self):
+            size = original(self, **kwargs)
+        verifier = _verifier(self)
+        if verifier is not None:
+            verifier.capture(self)
+        return size
 
     return capture_model
+
+
+@contextlib.contextmanager
+def _profiling(session: Session, runner: Any) -> Iterator[None]:
+    """Step costs are measured in the block, unless they are given or nobody asks for them."""
+    planner = session.planner
+    if planner is None or session.config.cost_table is not None:
+        yield
+        return
+    from vllm_dspark.engine.profile import StartupProfile
+
+    planner.bind_profile(
+        StartupProfile(planner.core, runner, session.widths, planner.set_draft_width)
+    )
+    try:
+        yield
+    finally:
+        planner.bind_profile(None)
 
 
 _WRAPPERS: dict[str, Wrapper] = {
@@ -262,4 +312,5 @@ _WRAPPERS: dict[str, Wrapper] = {
     "RejectionSampler": _wrap_rejection_sampler,
     "GPUModelRunner.capture_model": _wrap_capture_model,
     "GPUModelRunner.prepare_inputs": _wrap_prepare_inputs,
+    "GPUModelRunner.sample": _wrap_sample,
 }

@@ -26,7 +26,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dspark.core.allocation import allocate, even_split
 from vllm_dspark.core.draft_width import Load, WidthChoice
-from vllm_dspark.core.plan import StepInput, VerifyPlan
+from vllm_dspark.core.plan import StepInput
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.survival import RowDoubt, assess_rows
 from vllm_dspark.core.tiers import ExecMode
@@ -37,6 +37,7 @@ from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.profile import StartupProfile, describe
 from vllm_dspark.engine.relay import BlockRelay, Landed
 from vllm_dspark.engine.slot_table import SlotTable
+from vllm_dspark.engine.window_clamp import useful_drafts
 from vllm_dspark.parallel.block_rows import BlockRows
 
 LAG_STEPS = 1
@@ -59,6 +60,7 @@ class _Batch:
     base_lens: np.ndarray
     draft_lens: np.ndarray
     eligible: np.ndarray
+    useful: np.ndarray
     samples: np.ndarray
     context_tokens: int
 
@@ -81,6 +83,7 @@ class StepPlanner:
         share: rank 0's object on every rank; start-up only.
         widths: chooses the width of the next block; None drafts gamma slots.
         agreement: makes the decisions of all ranks one; None for a group of one.
+        overlaps: the scheduler plans a step before it knows what the step before has rejected.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class StepPlanner:
         share: Callable[[Any], Any] = lambda value: value,
         widths: WidthChoice | None = None,
         agreement: Agreement | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.core = core
         self.mode = mode
@@ -116,6 +120,7 @@ class StepPlanner:
         self._profile: StartupProfile | None = None
         gamma, slots = req_states.num_speculative_steps, req_states.max_num_reqs
         self._gamma = gamma
+        self._in_flight = gamma if overlaps else 0
         self._agreement = agreement or Agreement()
         self._rows = BlockRows(gamma)
         own = self._agreement.keeps_own_rows
@@ -155,8 +160,11 @@ class StepPlanner:
         batch = self._batch(num_tokens_per_req, draft_tokens)
         confidence, state = self._lagged.read(batch.slots, self._relay.published)
         regimes = 0 if self._regimes_of is None else self._regimes_of(batch.slots)
-        exec_mode = self._exec_mode(batch.base_lens)
-        plan = self.core.plan(self._step_input(batch, confidence, state, regimes, exec_mode))
+        full_mode = self._exec_mode(batch.base_lens)
+        trim_mode = self._mixed_mode if self.mode is VerifyMode.HOST else full_mode
+        plan = self.core.plan(
+            self._step_input(batch, confidence, state, regimes, trim_mode, full_mode)
+        )
         decision = StepDecision(
             step=self._relay.published,
             req_ids=batch.req_ids,
@@ -164,16 +172,18 @@ class StepPlanner:
             base_lens=batch.base_lens,
             draft_lens=batch.draft_lens,
             eligible=batch.eligible,
-            admitted=self._admit(plan, batch.slots, batch.eligible, regimes),
+            useful=batch.useful,
+            admitted=None,
             samples=batch.samples,
             plan=plan,
             trims=self.mode.trims,
             regimes=regimes,
             context_tokens=batch.context_tokens,
-            exec_mode=exec_mode,
+            exec_mode=full_mode if plan.budget is None else trim_mode,
             draft_width=self.draft_width,
             time_s=time.time(),
         )
+        decision.admitted = self._admit(decision)
         self._size_next_block(confidence, state, decision)
         self._agreement.plan(decision, confidence)
         self.draft_width = decision.draft_width
@@ -199,6 +209,7 @@ class StepPlanner:
             draft_lens=drafts,
             # Drafts of a step that starts inside the prompt are placeholders of a migrated request.
             eligible=np.where(computed < prefill, 0, np.minimum(drafts, self._block_width[slots])),
+            useful=useful_drafts(self._states.max_seq_len[slots], computed, self._in_flight),
             samples=computed + base >= prefill,
             context_tokens=int(computed.sum()),
         )
@@ -209,7 +220,8 @@ class StepPlanner:
         confidence: np.ndarray,
         state: np.ndarray,
         regimes: np.ndarray | int,
-        exec_mode: ExecMode,
+        trim_mode: ExecMode,
+        full_mode: ExecMode,
     ) -> StepInput:
         on_device = self._split is not None
         # A batch whose lengths only the device knows is verified in one chunk of logits.
@@ -222,8 +234,8 @@ class StepPlanner:
             row_state=state,
             context_tokens=batch.context_tokens,
             regimes=regimes,
-            trim_mode=exec_mode,
-            full_mode=exec_mode,
+            trim_mode=trim_mode,
+            full_mode=full_mode,
             max_drafts=room if on_device else None,
             need_lens=not on_device,
         )
@@ -251,10 +263,9 @@ class StepPlanner:
             self._widths.choose(survival, load, cost, self.core.ladders[decision.exec_mode])
         decision.draft_width = self._widths.current
 
-    def _admit(
-        self, plan: VerifyPlan, slots: np.ndarray, eligible: np.ndarray, regimes: np.ndarray | int
-    ) -> np.ndarray | None:
+    def _admit(self, decision: StepDecision) -> np.ndarray | None:
         """Lengths of the plan, spent by the live block where the host can read it."""
+        plan, slots, eligible = decision.plan, decision.slots, decision.eligible
         if self.mode is VerifyMode.STATIC or plan.budget is None:
             return eligible
         if plan.verified_drafts == 0:
@@ -265,13 +276,18 @@ class StepPlanner:
         if self.mode is VerifyMode.UNIFORM or not self._live_host:
             return plan.admitted
         confidence, state = self._latest.read(slots, self._relay.published)
-        codes = assess_rows(confidence, eligible, state)
+        lens = decision.spendable
+        codes = assess_rows(confidence, lens, state)
         doubtful = None if codes is None else codes != RowDoubt.TRUSTED
-        survival = self.core.calibration.apply(confidence.T.copy(), regimes).cumprod(axis=0).T
-        return allocate(survival, eligible, plan.verified_drafts, doubtful)
+        calibrated = self.core.calibration.apply(confidence.T.copy(), decision.regimes)
+        return allocate(calibrated.cumprod(axis=0).T, lens, plan.verified_drafts, doubtful)
 
     def _exec_mode(self, base: np.ndarray) -> ExecMode:
-        """How a batch with ``base`` tokens besides its drafts runs, trimmed or not."""
+        """How a batch with ``base`` tokens besides its drafts runs if every draft is verified.
+
+        A trimmed one runs likewise, except that no decode graph takes lengths which only the host
+        fixed and which differ.
+        """
         if self._has_full_graphs and bool((base == 1).all()):
             return ExecMode.FULL
         return self._mixed_mode

@@ -10,12 +10,14 @@ What differs from `DSparkSpeculator`, and nothing else does:
   the draft graph; whoever keeps them longer than a step takes a copy.
 * Blocks may be narrower than gamma, with draft graphs up to the largest batch (`draft_width`).
 * Gated, rnn and absent Markov heads are sampled (`DSparkQwen3ForCausalLM.sample_sequential`).
+* Vanilla heads are sampled with fused kernels where they run (`markov_loop`).
 
 Importing this module imports torch and vLLM; the installer does so lazily.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,10 +28,13 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
+from vllm_dspark.engine import markov_loop
 from vllm_dspark.engine.checkpoint import CheckpointError, block_size, validate_checkpoint
+from vllm_dspark.engine.draft_graphs import DraftGraphManager
 from vllm_dspark.engine.draft_model import DSparkQwen3ForCausalLM, target_shape
 from vllm_dspark.engine.draft_width import DraftFamilies
 from vllm_dspark.engine.registration import DRAFT_ARCHITECTURES
+from vllm_dspark.engine.window_clamp import drop_writes, passes_end
 
 logger = logging.getLogger("vllm.dspark")
 
@@ -48,7 +53,10 @@ class DSparkProposer(DSparkSpeculator):
             vLLM's online estimator fill the same buffer.
         families: widths of the blocks that may be drafted; allow more than gamma before
             `init_cudagraph_manager`.
-        next_width: asked once per block for its width, gamma unless a planner sets it.
+        next_width: asked once per block for its width, gamma unless a planner sets it; 0 leaves
+            the block out, where the host can.
+        fused_markov: whether fused kernels may sample a vanilla Markov head. Set it before the
+            first block is drafted.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -57,6 +65,9 @@ class DSparkProposer(DSparkSpeculator):
         self.publish_confidence: bool = True
         self.families = DraftFamilies(self)
         self.next_width: Callable[[], int] = lambda: self.num_speculative_steps
+        self.fused_markov: bool = True
+        self._past_end: Any = None
+        """The batch behind which a block may pass the model length, None in other steps."""
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
@@ -72,26 +83,57 @@ class DSparkProposer(DSparkSpeculator):
         return model
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        managers = []
         for width in self.families.widths:
             with self.families.at(width), self.families.capture_sizes():
                 super().init_cudagraph_manager(cudagraph_mode)
-
-    def capture(self) -> None:
-        # Widest first: graphs share a pool, and smaller ones fit into what larger ones freed.
-        for width in reversed(self.families.widths):
-            with self.families.at(width):
-                super().capture()
+            managers.append(self.query_cudagraph_manager)
+        self.query_cudagraph_manager = DraftGraphManager(managers, self.families.at_query)
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft a block of the width that the planner chose, `[num_reqs, gamma]`; columns past
-        the width hold what an earlier block left there and are never verified.
+        the width hold what an earlier block left there and are never verified. A width of 0 only
+        keeps the draft's context up to date.
         """
+        input_batch = args[0] if args else kwargs["input_batch"]
         width = self.next_width()
-        with self.families.at(width):
-            super().propose(*args, **kwargs)
-        return self.draft_tokens[: args[0].num_reqs if args else kwargs["input_batch"].num_reqs]
+        if width == 0:
+            super().propose(*args, **{**kwargs, "num_speculative_tokens": 0})
+        else:
+            with self.families.at(width):
+                passes = passes_end(input_batch, self.num_query_per_req, self.max_model_len)
+                self._past_end = input_batch if passes and not kwargs.get("dummy_run") else None
+                super().propose(*args, **kwargs)
+        return self.draft_tokens[: input_batch.num_reqs]
+
+    def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:
+        """The last call before the draft runs: its inputs are laid out, and nothing reads them."""
+        if self._past_end is not None:
+            drop_writes(
+                self.block_tables.slot_mappings,
+                self.sample_pos,
+                self._past_end.num_reqs,
+                self.num_query_per_req,
+                self.num_speculative_steps,
+                self.max_model_len,
+            )
+        super()._prepare_eplb_forward(num_unpadded_tokens)
+
+    @functools.cached_property
+    def host_loop_reason(self) -> str:
+        """Why blocks are not sampled with the fused kernels, empty if they are. Fixed once the
+        draft is loaded.
+        """
+        reason = "the draft is another architecture"
+        if isinstance(self.model, DSparkQwen3ForCausalLM):
+            reason = markov_loop.loop_obstacle(self)
+        logger.info("DSpark Markov head: %s", f"host's loop, {reason}" if reason else "fused")
+        return reason
 
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
+        if not self.host_loop_reason:
+            markov_loop.draft_block(self, num_reqs, head_hidden)
+            return
         # Not every supported vLLM asks the model before it runs its own loop, so ask here. Other
         # models' hooks, where vLLM has them, stay vLLM's business.
         if isinstance(self.model, DSparkQwen3ForCausalLM) and self.model.sample_sequential(

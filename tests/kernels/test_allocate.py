@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split kernel, interpreted, against the core's allocation: equal to the last draft."""
+"""The split kernel against the core's allocation: equal to the last draft."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from batches import DEVICE
 
 from vllm_dspark.kernels.allocate import allocate, allocate_reference
 
-HOST = settings.get_profile("host")
 NAN, INF = float("nan"), float("inf")
 PALETTES = {
     "smooth": None,
@@ -43,18 +41,18 @@ def split(
     base = np.ones(count, np.int64) if base is None else base
     by_slot = np.full((total, gamma), NAN, np.float32)
     by_slot[slots] = confidence
-    query_start_loc = torch.full((total + 1,), -99, dtype=torch.int32)
+    query_start_loc = torch.full((total + 1,), -99, dtype=torch.int32, device=DEVICE)
     admitted, cu_num_logits = allocate(
-        torch.from_numpy(by_slot),
-        torch.from_numpy(slots.astype(np.int64)),
-        torch.from_numpy(lens.astype(np.int32)),
-        torch.from_numpy(base.astype(np.int32)),
+        torch.from_numpy(by_slot).to(DEVICE),
+        torch.from_numpy(slots.astype(np.int64)).to(DEVICE),
+        torch.from_numpy(lens.astype(np.int32)).to(DEVICE),
+        torch.from_numpy(base.astype(np.int32)).to(DEVICE),
         budget,
         bonus,
         int(base.sum()) + budget,
         query_start_loc,
     )
-    return admitted.numpy(), query_start_loc.numpy(), cu_num_logits.numpy()
+    return tuple(found.cpu().numpy() for found in (admitted, query_start_loc, cu_num_logits))
 
 
 def check(
@@ -86,21 +84,13 @@ def draw(rng: np.random.Generator, palette: str, count: int, gamma: int) -> np.n
     return rng.choice(np.array(values, np.float32), (count, gamma))
 
 
-@settings(HOST, max_examples=150)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    palette=st.sampled_from(sorted(PALETTES)),
-    count=st.integers(1, 20),
-    gamma=st.integers(1, 9),
-    share=st.floats(0.0, 1.0),
-    ragged=st.booleans(),
-)
-def test_equals_the_core(
-    seed: int, palette: str, count: int, gamma: int, share: float, ragged: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    lens = rng.integers(0, gamma + 1, count) if ragged else np.full(count, gamma)
-    check(draw(rng, palette, count, gamma), lens, round(share * int(lens.sum())), seed)
+@pytest.mark.parametrize("palette", sorted(PALETTES))
+@pytest.mark.parametrize("seed", range(8))
+def test_equals_the_core(seed: int, palette: str) -> None:
+    rng = np.random.default_rng([seed, len(palette)])
+    count, gamma = int(rng.integers(1, 21)), int(rng.integers(1, 10))
+    lens = rng.integers(0, gamma + 1, count) if seed % 2 else np.full(count, gamma)
+    check(draw(rng, palette, count, gamma), lens, round(rng.random() * int(lens.sum())), seed)
 
 
 @pytest.mark.parametrize("palette", sorted(PALETTES))
