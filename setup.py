@@ -35,6 +35,8 @@ EXTRAS_REQUIRE = {
         "pre-commit",
         "pytest>=8",
         "pytest-timeout",
+        # vLLM's Ray executor reads what Ray tells a worker about its devices, and names no version.
+        "ray==2.60.0",
     ],
 }
 

@@ -6,7 +6,8 @@ need it, where upstream discusses it, and when our use of it can go. ``probe`` r
 Features are probed, never versions; versions appear in messages only.
 
 ``effect`` says how far our hand reaches: *wrapped* symbols are replaced by a callable that calls
-the original, *extended* classes are subclassed, *called* ones are only used.
+the original, *extended* classes are subclassed, *filled* attributes get a value where the host left
+them empty, *called* ones are only used.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class HostSymbol:
     """Dotted path inside the module."""
     parameters: tuple[str, ...]
     """Parameter names that must exist; empty if only the attribute itself matters."""
-    effect: Literal["wrapped", "extended", "called"]
+    effect: Literal["wrapped", "extended", "filled", "called"]
     why: str
     upstream: str
     removal: str

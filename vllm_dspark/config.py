@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, ValidationError
 
+from vllm_dspark.parallel.sync_sites import objection, sites_for
+
 NAMESPACE = "dspark"
 
 
@@ -111,6 +113,12 @@ class DSparkConfig(BaseModel):
         description="How a tensor-parallel group agrees: rank 0's confidences are broadcast, its "
         "plan is broadcast, differences are only counted, or nothing is done.",
     )
+    tp_sync_sites: Literal["auto"] | list[Literal["plan", "lens", "draft", "accept"]] = Field(
+        "auto",
+        description="Values that rank 0 decides for the group: budget and graph tier, drafts per "
+        "request, drafted ids, accepted tokens. auto takes all that the way of drafting needs; "
+        "others are for measurements.",
+    )
     consensus_interval: Annotated[int, Field(ge=0)] = Field(
         0, description="Compare the plans of all ranks every this many steps; 0 never."
     )
@@ -143,9 +151,12 @@ class DSparkConfig(BaseModel):
         path = given.pop("config_file", None)
         merged = {**(_load_file(path) if path is not None else {}), **given}
         try:
-            return cls.model_validate(merged)
+            config = cls.model_validate(merged)
         except ValidationError as error:
             raise ConfigError(_explain(error, merged)) from None
+        # Of what a server drafts nothing is known yet; `check_drafting` looks again.
+        config.check_drafting(probabilistic=False)
+        return config
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Any) -> DSparkConfig:
@@ -174,6 +185,24 @@ class DSparkConfig(BaseModel):
             raise ConfigError(
                 f"{given}'auto' or {gamma} with verify = {self.verify!r}, which verifies every slot"
             )
+
+    def check_drafting(self, *, probabilistic: bool) -> None:
+        """Compare the options with the way of drafting.
+
+        Raises:
+            ConfigError: ``tp_sync_sites`` names sites that may not be synced alone.
+        """
+        chosen = self.tp_sync_sites
+        if chosen == "auto":
+            return
+        allowed = objection(
+            sites_for(chosen, probabilistic),
+            protocol=self.tp_sync,
+            checked=self.consensus_interval > 0,
+            probabilistic=probabilistic,
+        )
+        if allowed:
+            raise ConfigError(f"{NAMESPACE}.tp_sync_sites = {chosen!r}: allowed: {allowed}")
 
 
 @dataclass(frozen=True)
@@ -253,8 +282,12 @@ def allowed_values(option: str) -> str:
 
 
 def _describe(schema: Mapping[str, Any]) -> str:
+    if "const" in schema:
+        return repr(schema["const"])
     if "enum" in schema:
         return ", ".join(repr(value) for value in schema["enum"])
+    if schema["type"] == "array":
+        return f"a list of {_describe(schema['items'])}"
     if schema["type"] == "null":
         return "null"
     words = {"boolean": "true or false", "string": "a string", "integer": "an integer"}

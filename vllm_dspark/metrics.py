@@ -130,7 +130,10 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("sync_seconds", "Host time in the TP sync of decisions.", "rank"),
     _counter("sync_messages", "Messages of the TP sync of decisions.", "rank"),
     _counter(
-        "rank_disagreements", "Values that differed between ranks (audit mode).", "rank", "site"
+        "rank_disagreements",
+        "Values that differed from rank 0's (mended, but for audit mode).",
+        "rank",
+        "site",
     ),
     _counter("overhead_seconds", "Time the plugin spent to observe itself.", "rank", "part"),
 )

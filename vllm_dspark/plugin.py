@@ -104,8 +104,9 @@ def _prepare_server(vllm_config: Any) -> None:
     from vllm_dspark import compat, metrics_export
     from vllm_dspark.config import DSparkConfig
 
-    config = DSparkConfig.from_vllm_config(vllm_config)
-    config.check_block(vllm_config.speculative_config.num_speculative_tokens)
+    config, speculative = DSparkConfig.from_vllm_config(vllm_config), vllm_config.speculative_config
+    config.check_block(speculative.num_speculative_tokens)
+    config.check_drafting(probabilistic=speculative.draft_sample_method != "greedy")
     compat.usable(strict=config.strict)
     if config.metrics:
         metrics_export.prepare_parent()

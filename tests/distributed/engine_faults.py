@@ -9,8 +9,9 @@ that ranks are compared by nothing that is under test.
 `ALTERNATE` is a number of steps: the TP sync is on for so many, then off for so many, and so on, by
 the step's number, which is equal on all ranks. It shows what the sync costs within one run.
 
-Kinds: `perturb`, `missing`, `nan` (confidences), `flip` (a drafted id), `late` (the rank's main
-thread is late by `size` seconds). A cost table is adopted at start-up, since a CPU measures none;
+Kinds: `perturb`, `missing`, `nan` (confidences), `flip` (a drafted id), `commit` (another first
+token is committed, and the last one is not), `late` (the rank's main thread is late by `size`
+seconds). A cost table is adopted at start-up, since a CPU measures none;
 it differs on rank 1 before tables are shared.
 """
 
@@ -50,6 +51,18 @@ def _bind(module: ModuleType) -> None:
         return answer
 
     planner.record_confidences = record_confidences
+    agree = planner.agree_accept
+
+    @wraps(agree)
+    def agree_accept(self: Any, output: Any) -> Any:
+        agreed = agree(self, _disturb_accepted(self, output))
+        pairs = zip(agreed.sampled_token_ids.tolist(), agreed.num_sampled.tolist(), strict=True)
+        committed = [ids[:count] for ids, count in pairs]
+        line = {"step": self._relay.published, "committed": committed}
+        self.test_trace.write(json.dumps(line) + "\n")
+        return agreed
+
+    planner.agree_accept = agree_accept
 
 
 def _wrap(owner: Any, name: str, after: Any) -> None:
@@ -118,17 +131,38 @@ def synced(step: int, window: int) -> bool:
     return (step // window) % 2 == 0
 
 
+def _fault(planner: Any) -> dict[str, Any]:
+    """The fault that strikes this rank in this step; of kind `none` if there is none."""
+    try:
+        fault = json.loads(Path(os.environ[FAULT_FILE]).read_text())
+    except (OSError, ValueError, KeyError):
+        return {"kind": "none"}
+    strikes = fault["rank"] == _rank() and planner._relay.published % fault.get("every", 1) == 0
+    return fault if strikes else {"kind": "none"}
+
+
+def _disturb_accepted(planner: Any, output: Any) -> Any:
+    """The sampler's output as this rank shall have it."""
+    from dataclasses import replace
+
+    if _fault(planner)["kind"] != "commit":
+        return output
+    ids = output.sampled_token_ids.clone()
+    ids[:, 0] = (ids[:, 0] + 1) % 256
+    dropped = (output.num_sampled > 1).to(output.num_sampled.dtype)
+    return replace(
+        output,
+        sampled_token_ids=ids,
+        num_sampled=output.num_sampled - dropped,
+        num_rejected=output.num_rejected + dropped,
+    )
+
+
 def _disturb(planner: Any, confidence: Any, batch: Any) -> Any:
     """The step's confidences as this rank shall have them."""
     import torch
 
-    try:
-        fault = json.loads(Path(os.environ[FAULT_FILE]).read_text())
-    except (OSError, ValueError, KeyError):
-        return confidence
-    step = planner._relay.published
-    if fault["rank"] != _rank() or step % fault.get("every", 1):
-        return confidence
+    fault, step = _fault(planner), planner._relay.published
     kind, row = fault["kind"], step % batch.num_reqs
     if kind == "missing":
         return None

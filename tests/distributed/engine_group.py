@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import engine_faults
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_dspark.cli import demo
+from vllm_dspark.cli.counters import SETTLE_S
 from vllm_dspark.cli.server import Server
+from vllm_dspark.cli.traffic import Client, Greedy, read_prompts
 
 WORLD = 2
-# Each rank computes on its own core; one thread more and they steal from each other.
-CORES = "0|1"
 MAX_NUM_SEQS = 8
+READY_S = 240.0
+SETTLE_LIMIT_S = 20.0
+PROMPTS, TOKENS, CONCURRENCY = 8, 32, 4
 
 
 @dataclass
@@ -58,31 +63,101 @@ class Disturbed:
             engine_faults.FAULT_FILE: str(self.fault_file),
             engine_faults.TRACE_FOLDER: str(traces),
             engine_faults.ALTERNATE: str(alternate),
-            "VLLM_CPU_OMP_THREADS_BIND": CORES,
         }
 
     def steps(self) -> list[dict[int, dict[str, Any]]]:
         """What each rank did, by step; one list entry per rank."""
         ranks = []
         for rank in range(WORLD):
-            files = list((self.folder / "traces").glob(f"rank{rank}-*.jsonl"))
-            lines = [line for file in files for line in file.read_text().splitlines()]
-            # The last line of a server that was killed may be cut off.
-            steps = [json.loads(line) for line in lines if line.endswith("}")]
-            ranks.append({step["step"]: step for step in steps})
+            lines = [line for file in self._traces(rank) for line in file.read_text().splitlines()]
+            steps: dict[int, dict[str, Any]] = {}
+            for line in lines:
+                # The last line of a server that was killed may be cut off.
+                values = json.loads(line) if line.endswith("}") else {"step": None}
+                # Steps without drafts are not decided; what they commit is of no interest.
+                if "budget" in values or values["step"] in steps:
+                    steps.setdefault(values["step"], {}).update(values)
+            ranks.append(steps)
         return ranks
+
+    def pids(self) -> dict[int, int]:
+        """Processes of the ranks that have built their planner, by rank."""
+        return {
+            rank: int(file.stem.partition("-")[2])
+            for rank in range(WORLD)
+            for file in self._traces(rank)
+        }
+
+    def _traces(self, rank: int) -> list[Path]:
+        return list((self.folder / "traces").glob(f"rank{rank}-*.jsonl"))
 
     def divergences(self, since: int = 0) -> tuple[int, int]:
         """Steps that differ between the ranks from step `since` on, and steps compared."""
         one, other = self.steps()
         common = [step for step in one.keys() & other.keys() if step >= since]
-        fields = ("budget", "tokens", "graph", "lens", "drafts")
-        differing = sum(any(one[s][f] != other[s][f] for f in fields) for s in common)
+        fields = ("budget", "tokens", "graph", "lens", "drafts", "committed")
+        # A rank may be about to write what the step has committed.
+        differing = sum(
+            any(one[s][f] != other[s][f] for f in fields if f in one[s] and f in other[s])
+            for s in common
+        )
         return differing, len(common)
 
     def last_step(self) -> int:
         """Latest step that rank 0 has traced, -1 before the first."""
         return max(self.steps()[0], default=-1)
+
+
+class Group:
+    """A running server, its client, and what it writes undisturbed."""
+
+    def __init__(self, disturbed: Disturbed, running: Server, count: int = PROMPTS) -> None:
+        self.disturbed, self.running, self.count = disturbed, running, count
+        self.client = Client(running.url, demo.SERVED_NAME)
+        self.undisturbed = self.write()
+
+    def write(self) -> list[Greedy]:
+        """Greedy continuations of the demo's first `count` prompts."""
+        return write(self.client, self.count)
+
+    def check_disturbed(self, fault: Mapping[str, Any]) -> None:
+        """With `fault`, the tokens are the same and the ranks take the same steps."""
+        start = self.disturbed.last_step() + 1
+        self.disturbed.set_fault(fault)
+        try:
+            written = self.write()
+        finally:
+            self.disturbed.set_fault(None)
+        differences = self.client.differences(self.undisturbed, written)
+        assert all(difference.near_tie for difference in differences), differences
+        different, compared = self.disturbed.divergences(since=start)
+        assert compared > TOKENS / 8
+        assert different == 0
+        steps = self.disturbed.steps()[0].values()
+        assert sum(step["budget"] is not None for step in steps) > len(steps) / 2, "nothing trimmed"
+
+
+def write(client: Client, count: int = PROMPTS) -> list[Greedy]:
+    """Greedy continuations of the demo's first `count` prompts."""
+    prompts = read_prompts(demo.DEMO_FOLDER / "prompts.jsonl", count)
+    return client.greedy_all(prompts, TOKENS, CONCURRENCY)[0]
+
+
+def by_label(
+    running: Server, name: str, label: str, awaited: Collection[str] = ()
+) -> dict[str, float]:
+    """Sums of a counter of the server by one of its labels, at rest or with the awaited ones."""
+    begin = time.monotonic()
+    while True:
+        time.sleep(SETTLE_S)
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(running.metrics_text()):
+            for sample in family.samples:
+                if sample.name == name:
+                    value = sample.labels[label]
+                    totals[value] = totals.get(value, 0.0) + sample.value
+        if set(awaited) <= totals.keys() or time.monotonic() - begin > SETTLE_LIMIT_S:
+            return totals
 
 
 def server(
@@ -92,17 +167,26 @@ def server(
     overlap: bool,
     log: Path,
     alternate: int = 0,
+    speculative: Mapping[str, Any] | None = None,
+    extra: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Server:
     """A server with the demo pair.
 
     Args:
         overlap: asynchronous scheduling.
         alternate: steps with and without sync in turn, see `engine_faults`; 0 for always.
+        speculative: more keys of vLLM's `--speculative-config`.
+        extra: more arguments of the server.
+        environment: more variables of its processes.
     """
     scheduling = "--async-scheduling" if overlap else "--no-async-scheduling"
     options = demo.pair_options(
         dspark=dspark,
         max_num_seqs=MAX_NUM_SEQS,
-        extra=("--tensor-parallel-size", str(WORLD), scheduling),
+        extra=("--tensor-parallel-size", str(WORLD), scheduling, *extra),
     )
-    return Server(options, log, on_gpu=False, environment=disturbed.environment(alternate))
+    if speculative is not None:
+        options = replace(options, speculative={**(options.speculative or {}), **speculative})
+    variables = {**disturbed.environment(alternate), **(environment or {})}
+    return Server(options, log, on_gpu=False, environment=variables)

@@ -28,8 +28,10 @@ from vllm_dspark.parallel.block_rows import BlockRows
 from vllm_dspark.parallel.consensus import ConsensusChecker, ConsensusOptions
 from vllm_dspark.parallel.decision_log import DecisionLog
 from vllm_dspark.parallel.peer_exchange import PeerExchange
+from vllm_dspark.parallel.roll_call import call_roll, default_store
 from vllm_dspark.parallel.step_record import Decision, Outcome
-from vllm_dspark.parallel.tp_sync import HostPlan, SyncSite, open_tp_sync
+from vllm_dspark.parallel.sync_sites import SyncSite
+from vllm_dspark.parallel.tp_sync import HostPlan, open_tp_sync
 
 GROUP_TIMEOUT_S = 30.0
 
@@ -155,6 +157,30 @@ def accept(group: RankGroup, sites: list[str]) -> list[Any]:
     return [tensor.tolist() for tensor in got]
 
 
+def switched(group: RankGroup, protocol: str, sites: list[str]) -> dict[str, Any]:
+    """Plan, lengths and drafts that count on this rank, whose own are all different."""
+    counter = Counter()
+    sync = open_tp_sync(protocol, group, [SyncSite(site) for site in sites], **counting(counter))
+    assert sync is not None
+    rank, rows, slots = group.rank_in_group, BlockRows(2), torch.arange(2)
+    lens = torch.tensor([1, rank], dtype=torch.int32)
+    drafts = torch.tensor([[5, 6], [7, 8 + rank]])
+    own = HostPlan(2 + rank, 2, None, None, 2, None)
+    plan = sync.agree_plan(0, own, num_reqs=2)
+    agreed_lens = sync.agree_split(lens, drafts, slots)
+    packed = rows.pack(
+        2, torch.device("cpu"), torch.full((2, 2), 0.5 + rank), None, lens, drafts.clone()
+    )
+    values = rows.unpack(sync.agree_block(packed, rows.gamma).numpy())
+    inputs = protocol == "inputs"
+    return {
+        "plan": values.confidence.tolist() if inputs else plan.budget,
+        "lens": (values.verified if inputs else agreed_lens).tolist(),
+        "drafts": (values.drafts if inputs else drafts).tolist(),
+        "messages": counter["messages"],
+    }
+
+
 def off_by_one(group: RankGroup) -> None:
     """Rank 1 has entered one step less than rank 0."""
     sync = open_tp_sync("outputs", group)
@@ -172,6 +198,19 @@ def no_message(group: RankGroup, timeout_s: float) -> float:
         sync.agree_plan(0, HostPlan(1, 1, None, None, 4, np.ones(1, np.int32)), num_reqs=1)
     else:
         time.sleep(timeout_s + 2.0)
+    return time.monotonic() - begin
+
+
+def roll_call(group: RankGroup, badges: list[str | None]) -> float:
+    """Seconds until all ranks have shown their badge; None stays away as a rank without plugin."""
+    begin, badge = time.monotonic(), badges[group.rank_in_group]
+    try:
+        if badge is not None:
+            call_roll(default_store(), group.ranks, group.rank_in_group, badge, limit_s=2.0)
+    finally:
+        # Rank 0 takes the store with it.
+        if group.rank_in_group == 0:
+            time.sleep(3.0)
     return time.monotonic() - begin
 
 

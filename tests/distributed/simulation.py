@@ -53,7 +53,6 @@ class Spec:
     """Read results as late as on a GPU."""
     polling: bool = False
     """Use a relay that asks whether a copy has landed."""
-    shares_tables: bool = True
     interval: int = 0
     """Consensus interval; 0 checks nothing."""
     grid: int = 0
@@ -126,7 +125,6 @@ class Simulation:
         self.checker = checker
         self._play_devices()
         odd = spec.fault.kind == "cost" and spec.fault.rank == self.rank
-        shares = spec.shares_tables and sync is not None
         return build_planner(
             self.states,
             self.query_start_loc,
@@ -135,8 +133,14 @@ class Simulation:
             Agreement(sync, checker),
             mode=spec.mode,
             lagged=spec.lagged,
-            share=sync.share if shares else lambda value: value,
+            share=(lambda value: value) if spec.protocol == "off" else self._share,
         )
+
+    def _share(self, value: Any) -> Any:
+        """Rank 0's object on every rank, as the host's group coordinator gives it."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group.cpu_group)
+        return box[0]
 
     def _play_devices(self) -> None:
         """Relays with late copies, and the allocation kernel's reference."""

@@ -80,6 +80,39 @@ def test_an_audit_counts_by_site(ranks: Launcher) -> None:
     assert endings[1].result == {"reached": 100, "counter": {"plan": 1}}
 
 
+def test_a_step_that_hangs_ends_an_audit_too(ranks: Launcher) -> None:
+    endings = ranks.run(
+        2, "check_decisions", interval=1000, steps=51, hangs_at=50, stops=False, limit_s=20.0
+    )
+    for rank, ending in enumerate(endings):
+        assert ending.how == f"exit {EXIT_CODE}", ending.log
+        assert f"rank {rank} has not left its step for 3 s" in ending.log
+        assert "rank_programs.py" in ending.log, "no stacks of the main thread"
+
+
+def test_a_step_that_hangs_after_an_audit_has_ended(ranks: Launcher) -> None:
+    """The last rank goes, which ends the audit; what the others do later is still bounded."""
+    staying, _ = ranks.run(
+        2,
+        "check_decisions",
+        interval=5,
+        steps=400,
+        stays_away_at=100,
+        hangs_at=300,
+        stops=False,
+        limit_s=30.0,
+    )
+    assert "the audit of the tensor-parallel group has ended" in staying.log
+    assert staying.how == f"exit {EXIT_CODE}", staying.log
+    assert "rank 0 has not left its step for 3 s" in staying.log
+
+
+def test_an_audit_warns_of_the_first_difference(ranks: Launcher) -> None:
+    endings = ranks.run(2, "check_decisions", interval=4, steps=100, differs_at=50, stops=False)
+    assert endings[1].log.count("differs from rank 0 in budget of step 50") == 1
+    assert "differs from rank 0" not in endings[0].log
+
+
 @pytest.mark.parametrize("name", ["interval", "timeout_s", "flush_s", "grace_s"])
 def test_options_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match=name):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from launcher import Launcher
 
-from vllm_dspark.parallel.tp_sync import HostPlan, SyncSite, open_tp_sync
+from vllm_dspark.parallel.sync_sites import SyncSite
+from vllm_dspark.parallel.tp_sync import HostPlan, open_tp_sync
 
 LENS = [1, 2, 3, 4]
 
@@ -18,14 +19,16 @@ def test_a_group_of_one_has_no_sync() -> None:
     assert [open_tp_sync(name, alone) for name in ("inputs", "outputs", "audit")] == [None] * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [({"protocol": "maybe"}, "'maybe'"), ({"protocol": "inputs", "sites": ["plan"]}, "lens")],
-)
-def test_wrong_options_are_named(arguments: dict[str, object], named: str) -> None:
+def test_an_unknown_protocol_is_named() -> None:
     group = SimpleNamespace(rank_in_group=0, world_size=2, ranks=[0, 1])
-    with pytest.raises(ValueError, match=named):
-        open_tp_sync(group=group, **arguments)
+    with pytest.raises(ValueError, match="'maybe'"):
+        open_tp_sync("maybe", group)
+
+
+@pytest.mark.parametrize("protocol", ["audit", "off"])
+def test_protocols_that_change_nothing_have_no_sync(protocol: str) -> None:
+    group = SimpleNamespace(rank_in_group=0, world_size=2, ranks=[0, 1])
+    assert open_tp_sync(protocol, group) is None
 
 
 @pytest.mark.parametrize("budget", [None, 0, 17])
@@ -84,6 +87,29 @@ def test_accepted_tokens_travel_only_where_asked(ranks: Launcher) -> None:
     apart = ranks.run(2, "accept", sites=["plan", "lens", "draft"])
     assert apart[0].result == first
     assert apart[1].result == [[[2, 4, 6], [8, 10, 12]], [3, 2], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "sites", "messages"),
+    [
+        ("inputs", ["plan", "lens", "draft"], 1),
+        ("inputs", ["plan", "lens"], 1),
+        ("inputs", ["draft"], 1),
+        ("outputs", ["plan", "lens", "draft"], 2),
+        ("outputs", ["plan", "lens"], 2),
+        ("outputs", ["draft"], 1),
+    ],
+)
+def test_each_site_has_a_switch(
+    ranks: Launcher, protocol: str, sites: list[str], messages: int
+) -> None:
+    """Rank 0's values arrive where the site is on, and nowhere else."""
+    one, other = (
+        ending.result for ending in ranks.run(2, "switched", protocol=protocol, sites=sites)
+    )
+    assert one["messages"] == other["messages"] == messages
+    for name, site in (("plan", "plan"), ("lens", "lens"), ("drafts", "draft")):
+        assert (one[name] == other[name]) == (site in sites), name
 
 
 def test_ranks_in_different_steps_are_told(ranks: Launcher) -> None:

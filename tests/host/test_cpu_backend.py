@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from triton.backends import Backend
 
-from vllm_dspark.cpu import backend, compiler, driver, host
+from vllm_dspark.cpu import backend, compiler, driver, host, ray_key
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = """
@@ -101,6 +102,34 @@ def test_inactive_when_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(host, "gpu_present", broken)
     assert not backend.InterpreterDriver.is_active()
+
+
+KEY = """
+import triton
+from vllm.platforms.cpu import CpuPlatform
+print(repr(CpuPlatform.ray_device_key))
+"""
+GPU_FOUND = "import torch; torch.cuda.is_available = lambda: True\n"
+
+
+@pytest.mark.parametrize(
+    ("interpret", "before", "key"),
+    [("1", "", "'GPU'"), ("0", "", "''"), ("1", GPU_FOUND, "''")],
+)
+def test_ray_has_a_name_for_cpus_only_when_interpreting(
+    plugin_entry: Path, interpret: str, before: str, key: str
+) -> None:
+    assert run_python(before + KEY, plugin_entry, TRITON_INTERPRET=interpret) == key
+
+
+def test_a_name_that_the_host_gives_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for given, kept in (("", "GPU"), ("HOST", "HOST")):
+        platforms = ModuleType(ray_key.KEY.module)
+        platforms.CpuPlatform = type("CpuPlatform", (), {"ray_device_key": given})
+        monkeypatch.setitem(sys.modules, ray_key.KEY.module, platforms)
+        ray_key.give()
+        assert platforms.CpuPlatform.ray_device_key == kept
 
 
 def test_triton_accepts_the_classes() -> None:

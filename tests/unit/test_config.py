@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_dspark.config import ConfigError, DSparkConfig, Switches
+from vllm_dspark.parallel.sync_sites import SyncSite, sites_for
 
 DEFAULTS = DSparkConfig()
 
@@ -83,6 +84,8 @@ def test_misspelt_option_is_suggested() -> None:
         ("verify", "fast", "'compact'"),
         ("lens", "Host", "'host'"),
         ("tp_sync", "", "'inputs'"),
+        ("tp_sync_sites", "plan", "'auto' or a list of 'plan', 'lens', 'draft', 'accept'"),
+        ("tp_sync_sites", ["plans"], "'auto' or a list of 'plan', 'lens', 'draft', 'accept'"),
         ("fused_markov", "on", "'off'"),
         # out of range
         ("min_gain", 1.01, "<= 1.0"),
@@ -119,6 +122,53 @@ def test_options_must_be_an_object(options: Any) -> None:
     message = message_of(options)
     assert repr(options) in message
     assert "object" in message
+
+
+DEFAULT_SITES = ["plan", "lens", "draft"]
+
+
+@pytest.mark.parametrize(
+    ("sites", "others", "allowed"),
+    [
+        ([], {}, "'auto' or at least one site"),
+        (["plan", "draft"], {"consensus_interval": 1}, "both of 'plan' and 'lens' or neither"),
+        (["lens"], {"consensus_interval": 1}, "both of 'plan' and 'lens' or neither"),
+        (["plan", "lens", "accept"], {"consensus_interval": 1}, "'accept' only with 'draft'"),
+        (["plan", "lens"], {}, "'draft' as well, or consensus_interval above 0"),
+        (["draft", "accept"], {}, "'plan' as well, or consensus_interval above 0"),
+        (DEFAULT_SITES, {"tp_sync": "off"}, "'auto' with tp_sync = 'off'"),
+        (DEFAULT_SITES, {"tp_sync": "audit"}, "'auto' with tp_sync = 'audit'"),
+    ],
+)
+def test_sites_that_may_not_be_synced_alone(
+    sites: list[str], others: dict[str, Any], allowed: str
+) -> None:
+    message = message_of({"tp_sync_sites": sites, **others})
+    assert message.startswith(f"dspark.tp_sync_sites = {sites!r}: allowed: {allowed}")
+
+
+@pytest.mark.parametrize("tp_sync", ["inputs", "outputs"])
+def test_sites_that_may_be_synced(tp_sync: str) -> None:
+    for sites in ("auto", DEFAULT_SITES, [*DEFAULT_SITES, "accept"]):
+        assert DSparkConfig.parse({"tp_sync": tp_sync, "tp_sync_sites": sites})
+    for sites in (["plan", "lens"], ["draft"], ["accept", "draft"]):
+        assert DSparkConfig.parse(
+            {"tp_sync": tp_sync, "tp_sync_sites": sites, "consensus_interval": 8}
+        )
+
+
+def test_replaced_drafts_need_accepted_tokens_where_drafts_are_sampled() -> None:
+    named = DSparkConfig.parse({"tp_sync_sites": DEFAULT_SITES})
+    named.check_drafting(probabilistic=False)
+    with pytest.raises(ConfigError, match="'draft' only with 'accept'"):
+        named.check_drafting(probabilistic=True)
+    DSparkConfig.parse({"tp_sync_sites": [*DEFAULT_SITES, "accept"]}).check_drafting(
+        probabilistic=True
+    )
+    DSparkConfig().check_drafting(probabilistic=True)
+    assert sites_for("auto", probabilistic=True) == set(SyncSite)
+    assert sites_for("auto", probabilistic=False) == set(DEFAULT_SITES)
+    assert sites_for(["draft"], probabilistic=True) == {SyncSite.DRAFT}
 
 
 class TestFile:

@@ -11,10 +11,11 @@ from vllm_dspark.cli import COMMANDS
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.core.plan import PlanReason
 from vllm_dspark.metrics import CATALOGUE
+from vllm_dspark.parallel.sync_sites import SyncSite
 
 ROOT = Path(__file__).parents[2]
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-GUIDES = ("how-it-works.md", "tuning.md", "troubleshooting.md")
+GUIDES = ("how-it-works.md", "several-ranks.md", "tuning.md", "troubleshooting.md")
 CODE = "\n".join(
     path.read_text()
     for folder in ("engine", "core")
@@ -79,6 +80,15 @@ def test_metrics_exist(guide: str) -> None:
 def test_every_reason_is_explained() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", DOCS["tuning.md"], re.MULTILINE)
     assert set(rows) == {reason.value for reason in PlanReason}
+
+
+def test_every_sync_site_is_explained() -> None:
+    sites = DOCS["several-ranks.md"].partition("## Sites")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", sites, re.MULTILINE) == [str(site) for site in SyncSite]
+    # Read and not imported: unit tests do without torch.
+    checker = (ROOT / "vllm_dspark" / "parallel" / "consensus.py").read_text()
+    seconds = re.findall(r"timeout_s: float = (\d+)", checker)[0] + " s"
+    assert seconds in DOCS["several-ranks.md"] and seconds in DOCS["troubleshooting.md"]
 
 
 def test_alarms_exist() -> None:

@@ -8,5 +8,6 @@ cheap and never raise.
 `host`             does this process interpret its kernels for want of a GPU?
 `backend`          the two classes that Triton asks for, and when the entry must not be seen
 `compiler/driver`  where Triton looks for them
+`ray_key`          lets vLLM's Ray executor place such processes
 `interpreter`      fixes for Triton's interpreter, put in place by `interpreter.install()`
 """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make Triton's interpreter run the kernels of vLLM's V2 runner, and run them faster.
 
-`install()` replaces the symbols in `HOST_SYMBOLS`, in processes that interpret kernels for want of
-a GPU and nowhere else. `semantics` holds the replacements that change results, without which
-sampling fails. Top-k and top-p go to vLLM's own PyTorch code for CPUs, because their kernel calls
-methods of a loop variable, which is a plain number to the interpreter. The rest saves time and
-leaves results alone.
+`install()` replaces the symbols in `HOST_SYMBOLS` (`ray_key` fills its own one), in processes that
+interpret kernels for want of a GPU and nowhere else. `semantics` holds the replacements that change
+results, without which sampling fails. Top-k and top-p go to vLLM's own PyTorch code for CPUs,
+because their kernel calls methods of a loop variable, which is a plain number to the interpreter.
+The rest saves time and leaves results alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_dspark.compat import HostSymbol
+from vllm_dspark.cpu import ray_key
 from vllm_dspark.cpu.host import interpreting_on_cpu
 from vllm_dspark.late_binding import on_import
 
@@ -111,6 +112,7 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         _INTERPRETER_SOURCE,
         "the interpreter skips overflow checks that it does not report",
     ),
+    ray_key.KEY,
 )
 
 _installed = False

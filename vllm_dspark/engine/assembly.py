@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm_dspark import __version__
 from vllm_dspark.config import ConfigError, DSparkConfig
 from vllm_dspark.core.calibration import DraftMethod, regime_of
 from vllm_dspark.core.calibration_io import load_calibration
@@ -25,9 +26,11 @@ from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.planner import OrderRequests, RegimesOf, StepPlanner
 from vllm_dspark.engine.session import Session
 from vllm_dspark.metrics import MetricsWriter
-from vllm_dspark.parallel.consensus import open_checker
+from vllm_dspark.parallel.consensus import ConsensusOptions, open_checker
 from vllm_dspark.parallel.decision_log import open_decision_log
-from vllm_dspark.parallel.tp_sync import DEFAULT_SITES, SyncSite, open_tp_sync
+from vllm_dspark.parallel.roll_call import call_roll, default_store
+from vllm_dspark.parallel.sync_sites import sites_for
+from vllm_dspark.parallel.tp_sync import open_tp_sync
 
 logger = logging.getLogger("vllm.dspark")
 
@@ -95,18 +98,27 @@ def build_planner(
 
 
 def open_agreement(session: Session, group: Any, speculative_config: Any) -> Agreement:
-    """How the ranks of ``group`` take one decision; every rank calls this."""
+    """How the ranks of ``group`` take one decision; every rank calls this.
+
+    Raises:
+        ConfigError: the sites that are to be synced do not suit the way of drafting.
+        RollCallError: a rank lacks the plugin, or has another version or other options.
+    """
     writer, config = session.writer, session.config
     assert writer is not None, "made before the planner"
-    protocol = config.tp_sync
-    if session.mode is VerifyMode.STATIC and protocol != "audit":
-        # Every draft is verified; there is nothing to agree on.
-        protocol = "off"
+    if group.world_size > 1:
+        badge = f"version {__version__}, {config.model_dump_json()}"
+        call_roll(default_store(), group.ranks, group.rank_in_group, badge)
+    probabilistic = speculative_config.draft_sample_method != "greedy"
+    config.check_drafting(probabilistic=probabilistic)
+    if session.mode.trims and group.world_size > 1 and group.rank_in_group == 0:
+        _warn_if_unsynced(config)
     return Agreement(
         open_tp_sync(
-            protocol,
+            # Where every draft is verified there is nothing to agree on.
+            "off" if session.mode is VerifyMode.STATIC else config.tp_sync,
             group,
-            _sites(session, speculative_config),
+            sites_for(config.tp_sync_sites, probabilistic),
             on_sync=writer.observe_sync,
             on_disagreement=writer.observe_disagreement,
         ),
@@ -115,16 +127,20 @@ def open_agreement(session: Session, group: Any, speculative_config: Any) -> Agr
     )
 
 
-def _sites(session: Session, speculative_config: Any) -> frozenset[SyncSite] | None:
-    """Sites that are synced; None for the protocol's own.
-
-    Probabilistic drafting keeps the draft's distribution per rank. A rank whose drafts were
-    replaced would reject by the wrong one, so there the accepted tokens come from rank 0 as well.
-    """
-    greedy = speculative_config.draft_sample_method == "greedy"
-    if greedy or session.config.tp_sync == "audit":
-        return None
-    return DEFAULT_SITES | {SyncSite.ACCEPT}
+def _warn_if_unsynced(config: DSparkConfig) -> None:
+    """Tell the operator if ranks that decide differently are neither mended nor stopped."""
+    if config.consensus_interval or config.tp_sync in ("inputs", "outputs"):
+        return
+    bound = "only vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends such a step, without the reason"
+    if config.tp_sync == "audit":
+        bound = f"the server ends after {ConsensusOptions.timeout_s:g} s in such a step"
+    logger.warning(
+        "dspark.tp_sync = %r mends nothing: ranks that decide differently add up rows of different "
+        "tokens, or wait for each other in a step, and %s. Keep 'inputs' in service, or set "
+        "dspark.consensus_interval to stop at the first difference",
+        config.tp_sync,
+        bound,
+    )
 
 
 def policy_of(config: DSparkConfig, mode: VerifyMode) -> PolicyConfig:

@@ -17,8 +17,9 @@ Invariants:
 * A round of swaps takes place as long as any rank has a record that is not matched, so ranks enter
   equally many rounds.
 * No rank runs ahead of a comparison by more than two intervals and a few steps.
-* In an audit nothing stops: differences from rank 0 are counted by site, and an exchange that fails
-  ends the audit with a warning.
+* An audit stops at no difference: those from rank 0 are counted by site, and an exchange that fails
+  ends the audit with a warning. Ranks that run different shapes may hang, so a step that does not
+  end is fatal in an audit too, even after its end.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ class ConsensusChecker:
         self._closed = False
         self._error: Exception | None = None
         self._noticed = threading.Event()
+        self._audit_differs = False
         self._history: deque[Decision | Outcome] = deque(maxlen=HISTORY)
         ranks = range(exchange.world_size)
         self._unmatched: list[dict[_Key, _Row]] = [{} for _ in ranks]
@@ -160,7 +162,9 @@ class ConsensusChecker:
 
     def begin_step(self) -> None:
         """The main thread enters a step; raises what stopped the group."""
-        self._inside, self._last_call_s = True, time.monotonic()
+        # In this order: the thread must not see a step that began when the last one ended.
+        self._last_call_s = time.monotonic()
+        self._inside = True
         self.check()
 
     def end_step(self) -> None:
@@ -169,8 +173,8 @@ class ConsensusChecker:
         self.check()
 
     def check(self) -> None:
-        """Raises `ConsensusError` or `PeerError` if one stopped the group."""
-        if self._error is not None and self.options.stops:
+        """Raises what stopped the group: `ConsensusError`, `PeerError` or `StallError`."""
+        if isinstance(self._error, StallError) or (self._error and self.options.stops):
             self._noticed.set()
             raise self._error
 
@@ -220,28 +224,40 @@ class ConsensusChecker:
             while self._wait_for_records():
                 self._round()
         except Exception as error:
-            self._fail(error)
+            if self.options.stops or isinstance(error, StallError):
+                self._fail(error)
+            else:
+                self._end_audit(error)
 
     def _wait_for_records(self) -> bool:
         """Until an interval is full or its records have waited long enough; false to end."""
         options, rank = self.options, self._exchange.rank
         with self._wake:
             while not self._closed and self._steps_pending < options.interval:
-                now_s = time.monotonic()
-                stall_s = self._last_call_s + options.timeout_s - now_s
-                if self._inside and stall_s <= 0:
-                    raise StallError(
-                        f"rank {rank} has not left its step for {options.timeout_s:g} s"
-                    )
-                left_s = stall_s if self._inside else options.timeout_s
+                left_s = self._patience_s()
                 if self._pending or self._unmatched[rank]:
                     quiet_since_s = max(self._last_call_s, self._last_round_s)
-                    flush_s = quiet_since_s + options.flush_s - now_s
+                    flush_s = quiet_since_s + options.flush_s - time.monotonic()
                     if flush_s <= 0:
                         break
                     left_s = min(left_s, flush_s)
                 self._wake.wait(left_s)
             return not self._closed
+
+    def _patience_s(self) -> float:
+        """How long the main thread may go on with what it does.
+
+        Raises:
+            StallError: it has been in one step for too long.
+        """
+        timeout_s = self.options.timeout_s
+        if not self._inside:
+            return timeout_s
+        left_s = self._last_call_s + timeout_s - time.monotonic()
+        if left_s <= 0:
+            rank = self._exchange.rank
+            raise StallError(f"rank {rank} has not left its step for {timeout_s:g} s")
+        return left_s
 
     def _round(self) -> None:
         with self._wake:
@@ -299,7 +315,9 @@ class ConsensusChecker:
         first, mine = rows[0], rows[self._exchange.rank]
         if first is not None and mine is not None:
             for index in differing(kind, first, mine):
-                self._on_disagreement(str(FIELDS[kind][index][1]), 1)
+                what, site = FIELDS[kind][index]
+                self._on_disagreement(str(site), 1)
+                self._warn_once(step, what)
         if not self.options.stops:
             return
         for rank, row in enumerate(rows):
@@ -310,6 +328,19 @@ class ConsensusChecker:
             wrong = differing(kind, first, row)
             if wrong:
                 self._stop(kind, step, FIELDS[kind][wrong[0]][0], rank)
+
+    def _warn_once(self, step: int, what: str) -> None:
+        """An audit's first difference: what follows may be a hang."""
+        if not (self.options.stops or self._audit_differs):
+            self._audit_differs = True
+            logger.warning(
+                "audit: rank %d differs from rank 0 in %s of step %d. Nothing mends it: outputs "
+                "may be wrong, and ranks may hang; a step of over %g s ends the process",
+                self._exchange.rank,
+                what,
+                step,
+                self.options.timeout_s,
+            )
 
     def _stop(self, kind: RecordKind, step: int, what: str, rank: int) -> None:
         """Tell everybody in full what this rank did in `step`, and raise what everybody did."""
@@ -333,12 +364,6 @@ class ConsensusChecker:
     def _fail(self, error: Exception) -> None:
         if self._closed:
             return
-        if not self.options.stops:
-            logger.warning("the audit of the tensor-parallel group has ended: %s", error)
-            with self._wake:
-                self._error = error
-                self._wake.notify_all()
-            return
         idle = isinstance(error, PeerError) and not self._inside
         if idle:
             # Peers leave one after the other when a server shuts down.
@@ -356,6 +381,21 @@ class ConsensusChecker:
             )
             faulthandler.dump_traceback(all_threads=True)
             self._abort(EXIT_CODE)
+
+    def _end_audit(self, error: Exception) -> None:
+        """Compare no more, but see to it that no step lasts for ever."""
+        with self._wake:
+            if self._closed:
+                return
+            logger.warning("the audit of the tensor-parallel group has ended: %s", error)
+            self._error = error
+            self._wake.notify_all()
+        try:
+            with self._wake:
+                while not self._closed:
+                    self._wake.wait(self._patience_s())
+        except StallError as stall:
+            self._fail(stall)
 
     def _dump(self) -> None:
         """The last records of this rank, to a file that the log names."""

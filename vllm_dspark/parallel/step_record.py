@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_dspark.parallel.tp_sync import SyncSite
+from vllm_dspark.parallel.sync_sites import SyncSite
 
 WIDTH = 8
 NONE = -1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's values on every rank of a tensor-parallel group.
 
-Two protocols behind one interface (`TpSync`); the third, auditing, changes nothing and is the
-business of `consensus`:
+Two protocols behind one interface (`TpSync`). An audit syncs nothing and is the business of
+`consensus`.
 
 * *inputs*: rank 0's packed rows (`block_rows`) replace those of every rank before anything reads
   them. Budget, lengths and graph tier are then functions of equal bits. One device message a step.
@@ -11,8 +11,9 @@ business of `consensus`:
 
 Invariants:
 
-* Every rank enters every message of a step. Whether a message is sent depends on the protocol and
-  on the caller's place in the step, never on a value, an event or a missing input of this rank.
+* Every rank enters every message of a step. Whether a message is sent depends on the protocol, the
+  sites and the caller's place in the step, never on a value, an event or a missing input of this
+  rank.
 * The shape of a message depends on `num_reqs` and gamma, which come from the scheduler.
 * "No budget" travels as -1.
 * A group of one has no sync: `open_tp_sync` returns None.
@@ -25,7 +26,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,28 +33,11 @@ import torch
 import torch.distributed as dist
 
 from vllm_dspark.parallel.block_rows import BlockValues
+from vllm_dspark.parallel.sync_sites import DEFAULT_SITES, SyncSite
 
 HOST_TIMEOUT_S = 120.0
 _UNKNOWN = -1
 _HEADER = 7
-
-
-class SyncSite(StrEnum):
-    """Where ranks may part ways."""
-
-    PLAN = "plan"
-    """Budget and graph tier, and the confidences that they are computed from."""
-    LENS = "lens"
-    """Drafts admitted per request."""
-    DRAFT = "draft"
-    """Drafted token ids."""
-    ACCEPT = "accept"
-    """Tokens that verification committed."""
-
-
-DEFAULT_SITES = frozenset({SyncSite.PLAN, SyncSite.LENS, SyncSite.DRAFT})
-"""ACCEPT is left out: ranks sample from gathered logits, and `consensus` watches what they commit.
-It is needed where draft distributions are kept per rank (probabilistic drafting)."""
 
 
 class SyncError(RuntimeError):
@@ -124,14 +107,10 @@ class TpSync:
 
     Args:
         group: the tensor-parallel group, more than one rank.
-        sites: where rank 0's values are used. PLAN and LENS go together: lengths of one plan and
-            the budget of another do not fit one graph.
+        sites: where rank 0's values are used; `sync_sites.objection` says which may go together.
         on_sync: told about every message.
         on_disagreement: told where this rank's own values differed from rank 0's.
         timeout_s: longest wait for a message between hosts.
-
-    Raises:
-        ValueError: one of PLAN and LENS without the other.
     """
 
     def __init__(
@@ -143,10 +122,6 @@ class TpSync:
         timeout_s: float = HOST_TIMEOUT_S,
     ) -> None:
         self.sites = frozenset(SyncSite(site) for site in sites)
-        if (SyncSite.PLAN in self.sites) != (SyncSite.LENS in self.sites):
-            raise ValueError(
-                f"sites={sorted(self.sites)}: allowed are both of 'plan' and 'lens', or neither"
-            )
         self.rank = group.rank_in_group
         self._group = group
         self._source = group.ranks[0]
@@ -194,12 +169,6 @@ class TpSync:
             packed[:, -2].to(num_sampled.dtype),
             packed[:, -1].to(num_rejected.dtype),
         )
-
-    def share(self, value: Any) -> Any:
-        """Rank 0's object on every rank; at start-up, and wherever tables are adopted."""
-        box = [value]
-        dist.broadcast_object_list(box, src=self._source, group=self._group.cpu_group)
-        return box[0]
 
     def compare_blocks(self, agreed: BlockValues, own: BlockValues, width: int) -> None:
         """Report where this rank's own rows differed from rank 0's, once they are on the host.
@@ -274,6 +243,8 @@ class OutputsSync(TpSync):
         self.mends_drafts_later = SyncSite.DRAFT in self.sites
 
     def agree_plan(self, step: int, plan: HostPlan, num_reqs: int) -> HostPlan:
+        if SyncSite.PLAN not in self.sites:
+            return plan
         own = plan.to_wire(step, num_reqs)
         tensor = torch.from_numpy(own.copy())
         self._host_broadcast(tensor, SyncSite.PLAN)
@@ -285,11 +256,13 @@ class OutputsSync(TpSync):
             )
         self._differed(SyncSite.PLAN, int((wire[1:_HEADER] != own[1:_HEADER]).any()))
         self._differed(SyncSite.LENS, int(np.count_nonzero(wire[_HEADER:] != own[_HEADER:])))
-        return HostPlan.from_wire(wire) if SyncSite.PLAN in self.sites else plan
+        return HostPlan.from_wire(wire)
 
     def agree_split(
         self, lens: torch.Tensor | None, draft_tokens: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor | None:
+        if self.sites.isdisjoint((SyncSite.LENS, SyncSite.DRAFT)):
+            return lens
         drafts = draft_tokens[slots]
         first = torch.full_like(drafts[:, 0], _UNKNOWN) if lens is None else lens
         packed = torch.cat([first.to(torch.int32).unsqueeze(1), drafts.to(torch.int32)], dim=1)
@@ -304,30 +277,26 @@ class OutputsSync(TpSync):
 _PROTOCOLS: dict[str, type[TpSync]] = {
     "inputs": InputsSync,
     "outputs": OutputsSync,
-    "audit": TpSync,
 }
+_UNSYNCED = ("audit", "off")
 
 
 def open_tp_sync(
     protocol: str,
     group: Group,
-    sites: Collection[SyncSite] | None = None,
+    sites: Collection[SyncSite] = DEFAULT_SITES,
     on_sync: OnSync | None = None,
     on_disagreement: OnDisagreement | None = None,
     timeout_s: float = HOST_TIMEOUT_S,
 ) -> TpSync | None:
     """The sync that `dspark.tp_sync` names; None where there is nothing to sync.
 
-    `sites` defaults to `DEFAULT_SITES`, and to none in an audit, which must not change a value.
-
     Raises:
-        ValueError: unknown protocol or sites.
+        ValueError: unknown protocol.
     """
-    if protocol != "off" and protocol not in _PROTOCOLS:
-        allowed = ", ".join(repr(name) for name in (*_PROTOCOLS, "off"))
+    if protocol not in (*_PROTOCOLS, *_UNSYNCED):
+        allowed = ", ".join(repr(name) for name in (*_PROTOCOLS, *_UNSYNCED))
         raise ValueError(f"tp_sync={protocol!r}: allowed: {allowed}")
-    if protocol == "off" or group.world_size == 1:
+    if protocol in _UNSYNCED or group.world_size == 1:
         return None
-    if sites is None:
-        sites = frozenset() if protocol == "audit" else DEFAULT_SITES
     return _PROTOCOLS[protocol](group, sites, on_sync, on_disagreement, timeout_s)
