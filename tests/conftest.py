@@ -19,7 +19,7 @@ import pytest
 class Summary:
     """Counts outcomes and keeps facts; writes both to `path`."""
 
-    def __init__(self, path: Path, command: str) -> None:
+    def __init__(self, path: Path, command: str, commit: str | None) -> None:
         from vllm_dspark.cli import figures
 
         self._path, self._start = path, time.monotonic()
@@ -29,7 +29,7 @@ class Summary:
         self._header = {
             "machine": figures.machine() | {"gpu": _gpu()},
             "versions": figures.versions(),
-            "commit": figures.commit(),
+            "commit": commit or figures.commit(),
             "command": command,
         }
         self.write()
@@ -69,6 +69,7 @@ def _gpu() -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", metavar="FILE", help="write what the run found to FILE (JSON)")
+    parser.addoption("--commit", help="commit under test, for the summary, where there is no git")
     parser.addoption(
         "--full-matrix", action="store_true", help="every verify mode in both scheduler loops"
     )
@@ -79,7 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if path is not None:
         given = [word for word in config.invocation_params.args if isinstance(word, str)]
         command = shlex.join(["pytest", *given]).replace(f"{config.rootpath}/", "")
-        config.pluginmanager.register(Summary(Path(path), command), "summary")
+        config.pluginmanager.register(
+            Summary(Path(path), command, config.getoption("--commit")), "summary"
+        )
 
 
 @pytest.fixture(scope="session")
