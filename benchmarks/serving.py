@@ -7,19 +7,17 @@
     python benchmarks/serving.py --table c.json        python benchmarks/serving.py --plot c.json
     python benchmarks/serving.py --profile 1 32 256 --systems plugin -o profile.txt
 
-Every start of an engine is a process of its own with a time limit; when it is up, the stacks of
-all its threads go to its log, and what was measured before is kept. `serving_load` says what is
-measured, `serving_systems` how systems are written, `serving_results` what a result file holds. All
-starts are repeated `--repeats` times in the order of `--systems`, and each start repeats its
-concurrencies `--repeats-in-process` times. This process imports neither vLLM nor torch.
+`serving_load` says what is measured, `serving_systems` how systems are written, `serving_children`
+how they are kept apart, `serving_results` what a result file holds. Systems are started in the
+order of `--systems`, `--together` of them at a time on one GPU (name their `--kv-cache-gib` then),
+and take turns at every concurrency, `--repeats-in-process` times; all of it is repeated `--repeats`
+times. This process imports neither vLLM nor torch.
 """
 
 import argparse
 import os
 import platform
-import resource
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -30,6 +28,7 @@ from typing import Any
 
 import serving_results
 import serving_trace
+from serving_children import Child
 from serving_engine import Job, gpu_memory_gib
 from serving_systems import (
     CAPTURE_SIZES,
@@ -50,19 +49,40 @@ RECORDED = (
     *("systems", "shape", "sampling", "concurrency", "requests_per_slot", "min_requests"),
     *("output_tokens", "warmup_tokens", "longest_prompt", "seed", "repeats", "repeats_in_process"),
     *("capture_sizes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("gpu_memory_utilization", "engine"),
+    *("gpu_memory_utilization", "kv_cache_gib", "together", "engine"),
 )
-STACKS_S = 10  # time that a process gets to write its stacks before it is killed
 
 
 @dataclass
 class Start:
-    """One start of a system: its events, and why it ended early if it did."""
+    """One start of a system."""
 
     system: System
-    events: list[dict[str, Any]] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
-    failure: str = ""
+    label: str
+    child: Child
+    log: Path
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def failure(self) -> str:
+        """Why it ended early; empty if it did not."""
+        return self.child.failure
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What only the engine's log tells."""
+        return serving_results.log_figures(self.log)
+
+    def close(self, limit_s: float) -> str:
+        """End it and say how it went; returns `failure`."""
+        self.child.end(limit_s)
+        sweeps = sum(event["event"] == "sweep" for event in self.child.events)
+        print(
+            f"{self.label}: {time.monotonic() - self.began:.0f} s, {sweeps} results, log {self.log}"
+            + (f"; {self.failure}\n{_tail(self.log)}" if self.failure else ""),
+            flush=True,
+        )
+        return self.failure
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,7 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--repeats", type=int, default=1, help="starts of every system")
     add("--repeats-in-process", type=int, default=2, help="sweeps per start")
-    add("--limit-s", type=float, default=420.0, help="time limit of one start")
+    add("--together", type=int, default=1, help="engines alive at a time, measured in turn")
+    add("--kv-cache-gib", type=float, help="KV cache of an engine, for several on one GPU")
+    add("--limit-s", type=float, default=420.0, help="time limit of a start and of an end")
+    add("--sweep-limit-s", type=float, default=300.0, help="time limit of one measurement")
     add("--total-s", type=float, default=float("inf"), help="no new start after this time")
     add("--capture-sizes", nargs="+", type=int, default=list(CAPTURE_SIZES))
     add("--max-model-len", type=int, default=1024)
@@ -129,30 +152,50 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    """All starts; the result file is rewritten after each of them."""
+    """All starts; the result file is rewritten after each group of them."""
     systems = [parse_system(text) for text in options.systems]
     if len({system.name for system in systems}) < len(systems):
         raise ValueError(f"--systems {options.systems}: expected different names")
     if max(options.concurrency) > options.max_num_seqs:
         raise ValueError(f"-c {max(options.concurrency)}: expected at most --max-num-seqs")
+    if options.together < 1:
+        raise ValueError(f"--together {options.together}: expected at least 1")
     began = time.monotonic()
     starts: dict[tuple[str, str], list[Start]] = {}
     run = _run_record(options)
     failed = False
     for repeat in range(options.repeats):
         for sampling in options.sampling:
-            for system in systems:
+            for first in range(0, len(systems), options.together):
+                group = systems[first : first + options.together]
                 if time.monotonic() - began > options.total_s:
-                    print(f"{system.name}: not started, --total-s {options.total_s:g} is over")
+                    names = ", ".join(system.name for system in group)
+                    print(f"{names}: not started, --total-s {options.total_s:g} is over")
                     failed = True
                     continue
-                start = _start(options, system, sampling, f"{repeat}-{sampling}-{system.name}")
-                failed |= bool(start.failure)
-                starts.setdefault((sampling, system.name), []).append(start)
-                document = _document(options, run, starts)
-                serving_results.save(document, options.output)
+                opened = [
+                    _open(options, system, sampling, f"{repeat}-{sampling}-{system.name}")
+                    for system in group
+                ]
+                _sweep_all(options, opened)
+                for start in opened:
+                    failed |= bool(start.close(options.limit_s))
+                    starts.setdefault((sampling, start.system.name), []).append(start)
+                serving_results.save(_document(options, run, starts), options.output)
     print(serving_results.table(_document(options, run, starts)))
     return int(failed)
+
+
+def _sweep_all(options: argparse.Namespace, opened: list[Start]) -> None:
+    """Measure the concurrencies in turn on every engine, in the opposite order each time."""
+    for start in opened:
+        start.child.wait_ready(options.limit_s)
+    turn = list(opened)
+    for sweep in range(options.repeats_in_process):
+        for concurrency in options.concurrency:
+            for start in turn:
+                start.child.order(options.sweep_limit_s, concurrency=concurrency, sweep=sweep)
+            turn.reverse()
 
 
 def _document(
@@ -170,7 +213,7 @@ def _document(
         figures = next((start.figures for start in reversed(same) if start.figures), {})
         rows += [
             {**row, **figures}
-            for row in serving_results.make_rows(labels, [start.events for start in same])
+            for row in serving_results.make_rows(labels, [start.child.events for start in same])
         ]
     failures = [
         f"{sampling} {name}: {start.failure}"
@@ -181,33 +224,23 @@ def _document(
     return {"runs": [{**run, "failures": failures}], "rows": rows}
 
 
-def _start(
+def _open(
     options: argparse.Namespace, system: System, sampling: str, label: str, profile_dir: str = ""
 ) -> Start:
-    """Run one child to its end or its limit."""
+    """Start one child."""
     work = (options.work / options.run).resolve()
     work.mkdir(parents=True, exist_ok=True)
     stem = "".join(c if c.isalnum() or c in ".+-" else "_" for c in label)[:100]
     job_file, events, log = (work / f"{stem}.{kind}" for kind in ("json", "jsonl", "log"))
     events.unlink(missing_ok=True)
     _job(options, system, sampling, events, profile_dir).write(job_file)
-    began = time.monotonic()
-    failure = _run_child(
+    child = Child(
         [sys.executable, str(HERE / "serving_engine.py"), str(job_file)],
         environment(system, cpu=options.cpu, cache=options.work.resolve() / "cache"),
+        events,
         log,
-        options.limit_s,
     )
-    start = Start(
-        system, serving_results.read_events(events), serving_results.log_figures(log), failure
-    )
-    sweeps = [event for event in start.events if event["event"] == "sweep"]
-    print(
-        f"{label}: {time.monotonic() - began:.0f} s, {len(sweeps)} results, log {log}"
-        + (f"; {failure}\n{_tail(log)}" if failure else ""),
-        flush=True,
-    )
-    return start
+    return Start(system, label, child, log)
 
 
 def _job(
@@ -220,6 +253,7 @@ def _job(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_gib=options.kv_cache_gib,
         eager=options.cpu,
         profile_dir=profile_dir,
         profile_steps=options.profile_steps,
@@ -231,7 +265,6 @@ def _job(
         prompts=str((options.demo / "prompts.jsonl").resolve()),
         temperature=TEMPERATURES[sampling],
         concurrencies=tuple(options.profile if profile_dir else options.concurrency),
-        sweeps=options.repeats_in_process,
         requests_per_slot=options.requests_per_slot,
         min_requests=options.min_requests,
         output_tokens=options.output_tokens,
@@ -240,38 +273,8 @@ def _job(
         seed=options.seed,
         plugin=system.plugin is not None,
         adaptive="enable_adaptive_verification" in (system.speculative or {}),
-        traced=tuple(options.profile) if profile_dir else (),
+        alone=options.together == 1,
     )
-
-
-def _run_child(command: list[str], env: dict[str, str], log: Path, limit_s: float) -> str:
-    """Run `command` in a process group of its own; returns why it did not succeed, or "".
-
-    Whatever is left of the group afterwards is killed, so that no engine outlives its start.
-    """
-    with log.open("w") as output:
-        child = subprocess.Popen(
-            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))  # stacks, not core files
-        try:
-            status = child.wait(limit_s)
-            return f"exit status {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            # PYTHONFAULTHANDLER makes every process of the group write its stacks.
-            _signal_group(child.pid, signal.SIGABRT)
-            time.sleep(STACKS_S)
-            return f"killed after {limit_s:g} s, stacks are in the log"
-        finally:
-            _signal_group(child.pid, signal.SIGKILL)
-            child.wait()
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return
 
 
 def _tail(log: Path, lines: int = 25) -> str:
@@ -289,12 +292,17 @@ def _profile(options: argparse.Namespace) -> int:
     system, sampling = parse_system(options.systems[0]), options.sampling[0]
     traces = (options.work / options.run / "traces").resolve()
     traces.mkdir(parents=True, exist_ok=True)
-    start = _start(options, system, sampling, f"profile-{sampling}-{system.name}", str(traces))
+    start = _open(options, system, sampling, f"profile-{sampling}-{system.name}", str(traces))
+    start.child.wait_ready(options.limit_s)
+    for trace in (False, True):
+        for concurrency in options.profile:
+            start.child.order(options.sweep_limit_s, concurrency=concurrency, trace=trace)
+    start.close(options.limit_s)
     found = sorted(traces.glob("*.json*"), key=lambda path: path.stat().st_mtime)
     if start.failure or len(found) != len(options.profile):
         print(start.failure or f"{len(found)} traces in {traces}, not {len(options.profile)}")
         return 1
-    sweeps = [event for event in start.events if event["event"] == "sweep"]
+    sweeps = [event for event in start.child.events if event["event"] == "sweep"]
     parts = []
     for concurrency, path in zip(options.profile, found, strict=True):
         untraced = [e for e in sweeps if e["concurrency"] == concurrency][-1]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One system in one process: start vLLM's `AsyncLLM`, apply the load, write an event per result.
 
-Run by `serving.py` as a child with the path of a `Job` in JSON. Events are JSON lines, written at
-once, so that a killed child keeps what it has measured: `ready`, then one `sweep` per repeat and
-concurrency, then `done`. Engine and load generator are two processes, as in a server; prompts are
+Run as a child with the path of a `Job` in JSON, see `serving_children`. Events are JSON lines,
+written at once, so that a killed child keeps what it has measured: `ready`, then one `sweep` or
+`traced` per command. Engine and load generator are two processes, as in a server; prompts are
 token ids and nothing is detokenised, so that the frontend costs the same for every system.
 """
 
@@ -32,7 +32,6 @@ class Job:
     prompts: str
     temperature: float
     concurrencies: tuple[int, ...]
-    sweeps: int
     requests_per_slot: int
     min_requests: int
     output_tokens: int
@@ -41,7 +40,7 @@ class Job:
     seed: int
     plugin: bool  # whether the plugin counts what was verified
     adaptive: bool  # whether fewer drafts may be verified than were scheduled
-    traced: tuple[int, ...] = ()  # concurrencies that are traced after the sweeps
+    alone: bool = True  # whether the GPU's memory in use is this engine's
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2))
@@ -113,24 +112,22 @@ class Bench:
         self.engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[recorder(self.steps)])
         try:
             await self._burst(1)
-            self.emit(
-                "ready",
-                start_s=round(time.perf_counter() - began, 2),
-                kv_blocks=self.engine.vllm_config.cache_config.num_gpu_blocks,
-            )
+            start_s = round(time.perf_counter() - began, 2)
             for concurrency in job.concurrencies:
                 await self._burst(concurrency)
             gc.collect()
             gc.freeze()
-            for sweep in range(job.sweeps):
-                for concurrency in job.concurrencies:
-                    result = await self._sweep(concurrency)
-                    self.emit("sweep", sweep=sweep, concurrency=concurrency, **result)
-            for concurrency in job.traced:
-                await self._sweep(concurrency, trace=True)
-            self.emit("done")
+            blocks = self.engine.vllm_config.cache_config.num_gpu_blocks
+            self.emit("ready", start_s=start_s, kv_blocks=blocks)
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                await self._obey(**json.loads(line))
         finally:
             self.engine.shutdown()
+
+    async def _obey(self, concurrency: int, sweep: int = 0, trace: bool = False) -> None:
+        result = await self._sweep(concurrency, trace)
+        event = "traced" if trace else "sweep"
+        self.emit(event, sweep=sweep, concurrency=concurrency, **result)
 
     def _prompts(self) -> list[list[int]]:
         from tokenizers import Tokenizer
@@ -171,7 +168,7 @@ class Bench:
 
         await asyncio.gather(*map(drain, range(concurrency)))
 
-    async def _sweep(self, concurrency: int, trace: bool = False) -> dict[str, Any]:
+    async def _sweep(self, concurrency: int, trace: bool) -> dict[str, Any]:
         job = self.job
         loop = ClosedLoop(
             self._stream, concurrency, self._request_count(concurrency), job.output_tokens
@@ -194,7 +191,7 @@ class Bench:
         return {
             **result,
             **verified(result, plugin, adaptive=job.adaptive),
-            "gpu_mem_gib": gpu_memory_gib(),
+            "gpu_mem_gib": gpu_memory_gib() if job.alone else None,
             "plugin": plugin,
         }
 

@@ -120,6 +120,7 @@ class EngineOptions:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.85
+    kv_cache_gib: float | None = None  # instead of what the utilisation leaves
     eager: bool = False
     profile_dir: str = ""
     profile_steps: int = 30
@@ -141,6 +142,8 @@ def engine_arguments(
         "cudagraph_metrics": True,
         "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
     }
+    if options.kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
     if options.eager:
         arguments["enforce_eager"] = True
     else:

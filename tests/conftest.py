@@ -69,7 +69,7 @@ def _gpu() -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", metavar="FILE", help="write what the run found to FILE (JSON)")
-    parser.addoption("--commit", help="commit under test, for the summary, where there is no git")
+    parser.addoption("--commit", help="commit of the tree for --summary, where there is no git")
     parser.addoption(
         "--full-matrix", action="store_true", help="every verify mode in both scheduler loops"
     )

@@ -188,7 +188,7 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         "DSparkSpeculator.propose",
         ("self", "input_batch"),
         "extended",
-        "A block may be narrower than gamma, and has draft graphs of its own then.",
+        "A block may be narrower than gamma, with draft graphs of its own, or left out.",
         _ISSUES + "50012",
         "the native speculator drafts blocks of a width given per step",
     ),

@@ -21,8 +21,10 @@ PROMPTS = 6
 def test_short_blocks(drafts: int) -> None:
     """vLLM #50012: three drafts of a block of seven."""
     dspark = {"strict": True, **STEADY}
-    options = {"num_speculative_tokens": drafts}
-    with Engine(dspark, options) as engine, engine.counting() as counted:
+    with (
+        Engine(dspark, {"num_speculative_tokens": drafts}) as engine,
+        engine.counting() as counted,
+    ):
         got = engine.greedy(demo_prompts(PROMPTS), COMPARED_TOKENS)
     assert_same_tokens(plain_greedy()[:PROMPTS], got)
     accepted = counted["vllm:spec_decode_num_accepted_tokens"]

@@ -305,6 +305,22 @@ def test_the_proposer_learns_which_widths_it_may_draft(
     assert proposer.next_width() == widths[-1]
 
 
+@pytest.mark.parametrize("can_skip", [True, False])
+def test_drafting_may_be_left_out_where_the_host_can(
+    runner: ModuleType, host: Recorder, can_skip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    def propose(self: Any, input_batch: Any, num_speculative_tokens: int | None = None) -> None: ...
+
+    def propose_always(self: Any, input_batch: Any) -> None: ...
+
+    monkeypatch.setattr(DSparkSpeculator, "propose", propose if can_skip else propose_always)
+    install.bind(runner)
+    opened = take_over(runner, host, configuration(full_graphs=True))
+    assert opened.widths == ((0,) if can_skip else ()) + (1, 2, 3, 5, 7)
+
+
 @pytest.mark.parametrize(("option", "allowed"), [("auto", True), ("off", False)])
 def test_the_proposer_learns_whether_fused_kernels_may_run(
     runner: ModuleType, host: Recorder, option: str, allowed: bool

@@ -580,3 +580,38 @@ def test_the_replayed_graph_is_noted_and_eager_is_not() -> None:
     assert decision.graph_tokens is None
     runner.planner.dispatched(SimpleNamespace(cg_mode=CUDAGraphMode.FULL, num_tokens=12))
     assert decision.graph_tokens == 12
+
+
+class Width:
+    """A width choice that the test makes."""
+
+    current = GAMMA
+
+    def due(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("mode", TRIMMING)
+def test_a_block_that_was_left_out_is_never_verified(mode: VerifyMode) -> None:
+    width = Width()
+    runner = started(mode, cost=COST, pin=1.0, widths=width)
+    drafts = dict.fromkeys(("r0", "r1", "r2"), GAMMA)
+    width.current = 0
+    assert runner.step(drafts).lens.tolist() == [GAMMA] * 3, "the block drafted before"
+    assert runner.planner.draft_width == 0
+    width.current = GAMMA
+    plain = runner.step(drafts)
+    assert plain.lens.tolist() == [0, 0, 0]
+    assert (plain.num_tokens, plain.decision.plan.reason) == (3, PlanReason.NO_DRAFTS)
+    assert runner.planner.draft_width == GAMMA
+    assert runner.step(drafts).lens.tolist() == [GAMMA] * 3, "the block drafted since"
+
+
+@pytest.mark.parametrize("mode", TRIMMING)
+def test_plain_decoding_replays_the_graph_of_one_token_per_request(mode: VerifyMode) -> None:
+    width = Width()
+    runner = started(mode, cost=COST, pin=1.0, widths=width)
+    width.current = 0
+    runner.step(dict.fromkeys(("r0", "r1", "r2"), GAMMA))
+    runner.decide(dict.fromkeys(("r0", "r1", "r2"), GAMMA))
+    assert runner.planner.uniform_query_len == 1

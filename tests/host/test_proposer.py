@@ -116,6 +116,28 @@ def test_probabilistic_drafting_keeps_the_proposal(
     assert (cached[:, others] == -torch.inf).all()
 
 
+def test_a_width_of_zero_asks_the_host_for_no_block(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    from vllm_dspark.engine.proposer import DSparkProposer
+
+    asked: list[int | None] = []
+
+    def propose(self: Any, batch: Any, num_speculative_tokens: int | None = None) -> None:
+        asked.append(num_speculative_tokens)
+
+    monkeypatch.setattr(DSparkSpeculator, "propose", propose)
+    config = engine_config(target, tmp_path, harness.draft_config())
+    proposer = DSparkProposer(config, torch.device("cpu"))
+    for width in (0, BLOCK):
+        proposer.next_width = lambda width=width: width
+        batch = SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([9, 9]))
+        assert proposer.propose(batch).shape == (2, BLOCK)
+    assert asked == [0, None]
+
+
 def test_misfit_is_refused_before_anything_is_loaded(target: Path, tmp_path: Path) -> None:
     from vllm_dspark.engine.proposer import DSparkProposer
 

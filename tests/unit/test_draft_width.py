@@ -32,7 +32,7 @@ def brute_force(survival: np.ndarray, model: CostModel, widths: tuple[int, ...])
         values = sorted(survival[:width].ravel(), reverse=True)
         for budget in range(len(values) + 1):
             ms = float(model.step_ms(np.array([8 + budget]), 8, 0, 8 + budget)[0])
-            rate = (8 + sum(values[:budget])) / (ms + model.draft_ms(8, width))
+            rate = (8 + sum(values[:budget])) / (ms + (model.draft_ms(8, width) if width else 0))
             if rate > best[0] * (1 + 1e-12):
                 best = (rate, width)
     return best[1]
@@ -43,16 +43,20 @@ def test_widths_end_with_gamma(gamma: int, widths: tuple[int, ...]) -> None:
     assert widths_for(gamma) == widths
 
 
-@pytest.mark.parametrize("widths", [(), (3, 1), (2, 2), (0, 1)])
+def test_leaving_out_the_draft_is_a_width_where_the_host_can() -> None:
+    assert widths_for(3, may_skip=True) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("widths", [(), (0,), (3, 1), (2, 2), (-1, 1)])
 def test_bad_widths_are_refused(widths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must be positive and ascend"):
+    with pytest.raises(ValueError, match="must ascend from 0 or more and hold a block"):
         WidthChoice(widths)
 
 
 @pytest.mark.parametrize("slope", [0.01, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("decay", [0.3, 0.6, 0.95])
 def test_choice_is_the_best_rate(slope: float, decay: float) -> None:
-    widths = widths_for(GAMMA)
+    widths = widths_for(GAMMA, may_skip=True)
     survival = np.full((GAMMA, 8), decay).cumprod(axis=0)
     model = cost({w: 0.5 + slope * w for w in widths}, token_ms=0.02)
     choice = WidthChoice(widths, margin=0.0)
@@ -94,3 +98,36 @@ def test_a_single_width_is_never_evaluated() -> None:
     choice = WidthChoice((GAMMA,), every=1)
     assert not any(choice.due() for _ in range(3))
     assert choice.current == GAMMA
+
+
+def steps(choice: WidthChoice, count: int, survival: np.ndarray, model: CostModel) -> list[int]:
+    seen = []
+    for _ in range(count):
+        if choice.due():
+            choice.choose(survival, load(), model, TierLadder())
+        seen.append(choice.current)
+    return seen
+
+
+def test_drafting_stops_where_plain_decoding_is_faster_and_looks_again() -> None:
+    widths = widths_for(GAMMA, may_skip=True)
+    hopeless = np.full((GAMMA, 8), 0.05).cumprod(axis=0)
+    dear = cost({w: 1.0 + w for w in widths if w})
+    seen = steps(WidthChoice(widths, every=2, redraft=8), 20, hopeless, dear)
+    # Eight steps without a block, then blocks until the next evaluation.
+    assert seen == [0] * 8 + [1] * 2 + [0] * 8 + [1] * 2
+
+
+def test_drafting_goes_on_where_it_pays() -> None:
+    widths = widths_for(GAMMA, may_skip=True)
+    cheap = cost({w: 0.1 for w in widths if w})
+    assert set(steps(WidthChoice(widths, every=2, redraft=8), 20, FLAT, cheap)) == {GAMMA}
+
+
+def test_drafting_resumes_when_it_pays_again() -> None:
+    widths = widths_for(GAMMA, may_skip=True)
+    choice = WidthChoice(widths, every=2, redraft=10**6)
+    hopeless = np.full((GAMMA, 8), 0.05).cumprod(axis=0)
+    dear = cost({w: 1.0 + w for w in widths if w})
+    assert steps(choice, 4, hopeless, dear) == [0] * 4
+    assert steps(choice, 4, FLAT, cost({w: 0.1 for w in widths if w})) == [GAMMA] * 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's rules one by one: reasons, doubt, bounds, hysteresis, modes, drafting switch."""
+"""The planner's rules one by one: reasons, doubt, bounds, hysteresis, modes."""
 
 import numpy as np
 import pytest
@@ -273,39 +273,6 @@ def test_calibration_is_applied_before_the_search():
     assert planner(calibration=humbler).plan(make_step(MIXED)).budget < 5
 
 
-def expensive_drafts():
-    return linear_cost(base=1.0, slope=0.2, draft=Curve(np.array([1]), np.array([3.0])))
-
-
-def test_drafting_stops_when_plain_decoding_is_faster_and_resumes_to_look_again():
-    policy = PolicyConfig(redraft_steps=3)
-    subject = planner(policy, expensive_drafts())
-    hopeless = make_step([[0.05] * GAMMA] * 8, may_skip_draft=True)
-    assert not subject.plan(hopeless).draft_next
-    plain = make_step([[0.05] * GAMMA] * 8, draft_lens=np.zeros(8, int), may_skip_draft=True)
-    choices = [subject.plan(plain).draft_next for _ in range(4)]
-    assert choices == [False, False, True, True]
-
-
-def test_drafting_goes_on_when_it_pays_or_cannot_be_left_out():
-    good = make_step([[0.95] * GAMMA] * 8, may_skip_draft=True)
-    assert planner().plan(good).draft_next
-    hopeless = make_step([[0.05] * GAMMA] * 8)
-    assert planner(cost=expensive_drafts()).plan(hopeless).draft_next
-    never = PolicyConfig(allow_no_draft=False)
-    hopeless.may_skip_draft = True
-    assert planner(never, expensive_drafts()).plan(hopeless).draft_next
-
-
-def test_drafting_resumes_when_the_load_falls():
-    cost = linear_cost(base=4.0, slope=0.4, draft=Curve(np.array([1]), np.array([1.0])))
-    subject = planner(PolicyConfig(redraft_steps=1000), cost)
-    busy = [[0.6, 0.3, 0.2, 0.1]] * 40
-    assert not subject.plan(make_step(busy, may_skip_draft=True)).draft_next
-    idle = make_step(busy[:1], draft_lens=np.zeros(1, int), may_skip_draft=True)
-    assert subject.plan(idle).draft_next
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -315,7 +282,6 @@ def test_drafting_resumes_when_the_load_falls():
         ({"min_gain": -0.1}, "min_gain=-0.1"),
         ({"hysteresis": float("nan")}, "hysteresis=nan"),
         ({"step_bound_ms": 0.0}, "step_bound_ms=0.0"),
-        ({"redraft_steps": 0}, "redraft_steps=0"),
         ({"search": "best"}, "search='best'"),
     ],
 )

@@ -2,14 +2,13 @@
 """The serving benchmark without an engine: its load, its sums, its files and its process limits."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,8 +16,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import serving  # noqa: E402
+import serving_children  # noqa: E402
 import serving_results as results  # noqa: E402
 import serving_trace  # noqa: E402
+from serving_children import Child  # noqa: E402
 from serving_engine import Job, plugin_metrics, step_of, verified  # noqa: E402
 from serving_load import (  # noqa: E402
     ClosedLoop,
@@ -305,7 +306,7 @@ def test_a_pair_is_widened_once(tmp_path: Path) -> None:
     assert prepare_pair("demo", tmp_path, tmp_path / "work", tool) == tmp_path.resolve()
 
 
-def sweep(concurrency: int, tok_s: float) -> dict[str, Any]:
+def measured(concurrency: int, tok_s: float) -> dict[str, Any]:
     window = Window(0.0, 3.0)
     steps = [Step(i / 10, tokens=4, rows=2) for i in range(31)]
     figures = {**client_metrics([], window), **engine_metrics(steps, window), "tok_s": tok_s}
@@ -322,14 +323,14 @@ def row(system: str, tok_s: float, *, run: str = "r", concurrency: int = 8) -> r
         "plugin": system.startswith("plugin"),
     }
     ready = {"event": "ready", "start_s": 30.0, "kv_blocks": 100}
-    return results.make_rows(labels, [[ready, sweep(concurrency, tok_s)]])[0]
+    return results.make_rows(labels, [[ready, measured(concurrency, tok_s)]])[0]
 
 
 def test_rows_are_medians_over_all_starts() -> None:
     ready = {"event": "ready", "start_s": 30.0, "kv_blocks": 100}
     starts = [
-        [ready, sweep(1, 100.0), sweep(8, 500.0), sweep(1, 104.0)],
-        [{**ready, "start_s": 40.0}, sweep(1, 90.0)],
+        [ready, measured(1, 100.0), measured(8, 500.0), measured(1, 104.0)],
+        [{**ready, "start_s": 40.0}, measured(1, 90.0)],
     ]
     one, eight = results.make_rows({"system": "fixed3", "plugin": False}, starts)
     assert (one["concurrency"], one["tok_s"], one["spread"]) == (1, 100.0, 0.14)
@@ -387,27 +388,68 @@ def test_memory_figures_come_from_the_log(tmp_path: Path) -> None:
     assert results.log_figures(log) == {"graph_mem_gib": 1.25}
 
 
-def test_a_stuck_child_leaves_its_stacks_and_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "STACKS_S", 0.5)
-    script = tmp_path / "stuck.py"
-    script.write_text(
-        "import subprocess, sys, time\n"
-        "code = 'from signal import *; import time; signal(SIGABRT, SIG_IGN); time.sleep(60)'\n"
-        "print(subprocess.Popen([sys.executable, '-c', code]).pid, flush=True)\n"
-        "def deeply_stuck():\n    time.sleep(60)\n"
-        "deeply_stuck()\n"
-    )
-    log = tmp_path / "log"
+CHILD = """
+import json, sys, time
+events = open(sys.argv[1], "a", buffering=1)
+def emit(name, **values): events.write(json.dumps({"event": name, **values}) + chr(10))
+def deeply_stuck(): time.sleep(60)
+"""
+
+
+def child(tmp_path: Path, body: str) -> Child:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD + body)
+    events = tmp_path / "events.jsonl"
     env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-    failure = serving._run_child([sys.executable, str(script)], env, log, limit_s=2)
-    text = log.read_text()
-    assert "killed after 2 s" in failure
+    return Child([sys.executable, str(script), str(events)], env, events, tmp_path / "log")
+
+
+def test_a_child_measures_on_command_and_ends_with_its_input(tmp_path: Path) -> None:
+    engine = child(
+        tmp_path,
+        "emit('ready')\n"
+        "for line in sys.stdin:\n    emit('sweep', **json.loads(line))\n"
+        "emit('shut down')\n",
+    )
+    assert engine.wait_ready(20)
+    assert engine.order(20, concurrency=4)
+    assert engine.events[-1] == {"event": "sweep", "concurrency": 4}
+    engine.end(20)
+    assert (engine.failure, engine.events[-1]["event"]) == ("", "shut down")
+
+
+@pytest.mark.parametrize("stuck", ["before", "command", "end"])
+def test_a_stuck_child_leaves_its_stacks_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    monkeypatch.setattr(serving_children, "STACKS_S", 0.5)
+    wait = {
+        "before": "deeply_stuck()\n",
+        "command": "emit('ready')\nsys.stdin.readline()\ndeeply_stuck()\n",
+        "end": "emit('ready')\nsys.stdin.readline()\nemit('sweep')\ndeeply_stuck()\n",
+    }
+    engine = child(
+        tmp_path,
+        "import subprocess\n"
+        "code = 'from signal import *; import time; signal(SIGABRT, SIG_IGN); time.sleep(60)'\n"
+        "print(subprocess.Popen([sys.executable, '-c', code]).pid, flush=True)\n" + wait[stuck],
+    )
+    done = [engine.wait_ready(2), engine.order(2, concurrency=1)]
+    assert done == {"before": [False] * 2, "command": [True, False], "end": [True] * 2}[stuck]
+    engine.end(2)
+    text = (tmp_path / "log").read_text()
+    assert engine.failure == "killed after 2 s, stacks are in the log"
     assert "deeply_stuck" in text
     assert is_gone(int(text.split()[0]))
-    assert serving._run_child([sys.executable, "-c", "exit(3)"], env, log, 20) == "exit status 3"
-    assert serving._run_child([sys.executable, "-c", ""], env, log, 20) == ""
+
+
+def test_a_child_that_ends_early_says_how(tmp_path: Path) -> None:
+    engine = child(tmp_path, "emit('ready')\nsys.stdin.readline()\nsys.exit(3)\n")
+    assert engine.wait_ready(20)
+    assert not engine.order(20, concurrency=1)
+    assert not engine.order(20, concurrency=2)
+    engine.end(20)
+    assert engine.failure == "exit status 3"
 
 
 def is_gone(pid: int) -> bool:
@@ -424,31 +466,62 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+class FakeChild:
+    """Answers every command at once; `fixed7` fails at the first one."""
+
+    orders: ClassVar[list[tuple[Any, int]]] = []
+
+    def __init__(self, command: list[str], env: dict[str, str], events: Path, log: Path) -> None:
+        job = Job.read(Path(command[-1]))
+        self._drafts = job.arguments.get("speculative_config", {}).get("num_speculative_tokens")
+        self.events = [{"event": "ready", "start_s": 1.0, "kv_blocks": 5}]
+        self.failure = ""
+        log.write_text("the end\n")
+
+    def wait_ready(self, limit_s: float) -> bool:
+        return True
+
+    def order(self, limit_s: float, concurrency: int, sweep: int) -> bool:
+        if self.failure:
+            return False
+        self.orders.append((self._drafts, concurrency))
+        self.events.append(measured(concurrency, 50.0))
+        self.failure = "exit status 1" if self._drafts == 7 else ""
+        return not self.failure
+
+    def end(self, limit_s: float) -> None: ...
+
+
 def test_a_run_writes_what_succeeded_and_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = []
-
-    def child(command: list[str], env: dict[str, str], log: Path, limit_s: float) -> str:
-        job = Job.read(Path(command[-1]))
-        order.append(job.arguments.get("speculative_config", {}).get("num_speculative_tokens"))
-        events = [{"event": "ready", "start_s": 1.0, "kv_blocks": 5}, sweep(2, 50.0)]
-        Path(job.events).write_text("".join(json.dumps(event) + "\n" for event in events))
-        log.write_text("the end\n")
-        return "exit status 1" if order[-1] == 7 else ""
-
-    monkeypatch.setattr(serving, "_run_child", child)
+    monkeypatch.setattr(serving, "Child", FakeChild)
+    FakeChild.orders.clear()
     output = tmp_path / "out.json"
     arguments = ["--shape", "demo", "--systems", "none", "fixed7", "-c", "2", "--repeats", "2"]
     arguments += ["--work", str(tmp_path), "-o", str(output), "--run", "x"]
     assert serving.main(arguments) == 1
-    assert order == [None, 7, None, 7]
+    # One after the other; the one that failed is not asked again in the same start.
+    assert FakeChild.orders == [(None, 2), (None, 2), (7, 2)] * 2
     document = results.load(output)
     assert [r["system"] for r in document["rows"]] == ["none", "fixed7"]
-    assert document["rows"][0]["samples_tok_s"] == [50.0, 50.0]
+    assert document["rows"][0]["samples_tok_s"] == [50.0] * 4
     (run,) = document["runs"]
     assert run["failures"] == ["greedy fixed7: exit status 1"] * 2
     assert {"id", "machine", "versions", "commit", "command"} <= run.keys()
+
+
+def test_engines_alive_together_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "Child", FakeChild)
+    FakeChild.orders.clear()
+    arguments = ["--shape", "demo", "--systems", "none", "fixed3", "-c", "2", "4"]
+    arguments += ["--together", "2", "--kv-cache-gib", "30", "--work", str(tmp_path)]
+    assert serving.main([*arguments, "-o", str(tmp_path / "out.json"), "--run", "x"]) == 0
+    turn = [(None, 2), (3, 2), (3, 4), (None, 4)]
+    assert FakeChild.orders == turn * 2
+    job = Job.read(tmp_path / "x" / "0-greedy-none.json")
+    assert job.arguments["kv_cache_memory_bytes"] == 30 * 2**30
+    assert not job.alone
 
 
 def test_recorded_commands_hold_no_folders_of_the_machine() -> None:

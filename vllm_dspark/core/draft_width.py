@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How wide a block to draft next.
+"""How wide a block to draft next, and whether to draft one at all.
 
 A block of w slots costs draft time for all of them, whether or not they are verified. The steady
 state of each width is priced like a step: the best rate over all budgets when only the first w
 slots of every request can be admitted, drafting included. The choice looks at blocks older than the
 one it sizes and sizes the block before any token of it is drawn, so it anticipates nothing.
+
+A width of 0 is plain decoding. There are no confidences then, so running means stand in for them,
+and every now and then some blocks are drafted anyway, to see what has become of the confidences.
 """
 
 from collections.abc import Sequence
@@ -28,9 +31,15 @@ class Load:
     mode: ExecMode
 
 
-def widths_for(gamma: int) -> tuple[int, ...]:
-    """Widths worth having graphs for, ascending; gamma is always among them."""
-    return tuple(sorted({width for width in (1, 2, 3, 5) if width < gamma} | {gamma}))
+def widths_for(gamma: int, may_skip: bool = False) -> tuple[int, ...]:
+    """Widths worth having graphs for, ascending; gamma is always among them.
+
+    Args:
+        gamma: the widest block.
+        may_skip: the host can leave out drafting, which is width 0.
+    """
+    narrow = (0, 1, 2, 3, 5) if may_skip else (1, 2, 3, 5)
+    return tuple(sorted({width for width in narrow if width < gamma} | {gamma}))
 
 
 class WidthChoice:
@@ -39,20 +48,25 @@ class WidthChoice:
     Args:
         widths: ascending, the last one is gamma.
         margin: relative gain that a change must promise.
-        every: steps between two evaluations.
+        every: steps between two evaluations, enough for a block to be drafted and read back.
+        redraft: steps without drafting after which blocks are drafted until the next evaluation.
 
     Raises:
-        ValueError: no widths, or not ascending.
+        ValueError: no widths, not ascending, or no block among them.
     """
 
-    def __init__(self, widths: Sequence[int], margin: float = 0.01, every: int = 4) -> None:
-        if not widths or list(widths) != sorted(set(widths)) or widths[0] < 1:
-            raise ValueError(f"widths={widths!r}: must be positive and ascend")
+    def __init__(
+        self, widths: Sequence[int], margin: float = 0.01, every: int = 4, redraft: int = 256
+    ) -> None:
+        if list(widths) != sorted(set(widths)) or not any(widths) or widths[0] < 0:
+            raise ValueError(f"widths={widths!r}: must ascend from 0 or more and hold a block")
         self.widths = tuple(widths)
         self.current = self.widths[-1]
         self._margin = margin
         self._every = every
+        self._redraft = redraft
         self._steps = 0
+        self._skipped_since = 0
 
     def due(self) -> bool:
         """Count one step; whether the width is evaluated in it."""
@@ -71,9 +85,12 @@ class WidthChoice:
             ladder: tiers of ``load.mode``.
         """
         rates = {width: _rate(survival[:width], load, cost, ladder, width) for width in self.widths}
-        best = max(self.widths, key=lambda width: (rates[width], -width))
-        if rates[best] > rates[self.current] * (1.0 + self._margin):
+        if self.current == 0 and self._steps - self._skipped_since >= self._redraft:
+            del rates[0]
+        best = max(rates, key=lambda width: (rates[width], -width))
+        if rates[best] > rates.get(self.current, 0.0) * (1.0 + self._margin):
             self.current = best
+            self._skipped_since = self._steps
         return self.current
 
 
@@ -86,4 +103,5 @@ def _rate(
     rows = load.sampling + budgets
     cost_ms = cost.step_ms(padded, load.requests, load.context_tokens, rows, load.mode)
     tau = load.sampling + gains[budgets]
-    return float((tau / (cost_ms + cost.draft_ms(load.requests, width))).max())
+    draft_ms = cost.draft_ms(load.requests, width) if width else 0.0
+    return float((tau / (cost_ms + draft_ms)).max())

@@ -66,8 +66,6 @@ class StepInput:
     """How the untrimmed batch would run."""
     max_drafts: int | None = None
     """Host limit on verified drafts (logit rows, token buffers); never exceeded."""
-    may_skip_draft: bool = False
-    """The host can leave out drafting at the end of this step."""
     need_lens: bool = True
     """Compute per-request lengths; false if the device splits the budget by itself."""
 
@@ -94,8 +92,6 @@ class VerifyPlan:
     """Relative rate of the chosen budget over verifying everything; 0 without a prediction."""
     doubts: dict[RowDoubt, int] = field(default_factory=dict)
     """Rows that verify their full block, by reason."""
-    draft_next: bool = True
-    """Draft at the end of this step."""
 
     @property
     def verify_lens(self) -> IntArray | None:

@@ -27,7 +27,6 @@ from vllm_dspark.core.budget import (
 )
 from vllm_dspark.core.calibration import CalibrationTable
 from vllm_dspark.core.cost_model import CostModel
-from vllm_dspark.core.drafting import DraftSwitch
 from vllm_dspark.core.plan import PlanReason, StepInput, VerifyPlan
 from vllm_dspark.core.policy import PolicyConfig, SearchMode
 from vllm_dspark.core.ranking import RankedBlock, rank_block
@@ -43,7 +42,6 @@ class PlannerState:
     """Everything the next plan depends on besides its input."""
 
     prior: RunningSurvival
-    drafting: DraftSwitch
     trimming: bool = False
 
 
@@ -83,8 +81,7 @@ class Planner:
         self.calibration = CalibrationTable.identity(gamma)
         self.adopt(calibration=calibration)
         self.state = PlannerState(
-            RunningSurvival(gamma, policy.start_confidence, policy.prior_rate),
-            DraftSwitch(policy, gamma),
+            RunningSurvival(gamma, policy.start_confidence, policy.prior_rate)
         )
 
     def adopt(
@@ -183,10 +180,6 @@ class Planner:
                 chosen, gain = last, 0.0
         plan = self._settle(step, block, int(found.budgets[chosen]), reason, uniform, found, chosen)
         plan.predicted_gain = gain
-        if step.may_skip_draft:
-            plan.draft_next = self.state.drafting.keep_drafting(
-                step, cost, self.ladders[step.full_mode], float(rates[chosen])
-            )
         return plan
 
     def _price_ragged(
@@ -284,10 +277,6 @@ class Planner:
         nothing = np.zeros(len(step.draft_lens), np.int32)
         plan = self._blind(step, PlanReason.NO_DRAFTS, 0, nothing)
         plan.predicted_tau = float(np.count_nonzero(step.samples))
-        if self.cost is not None and step.may_skip_draft:
-            plan.draft_next = self.state.drafting.resume(
-                step, self.cost, self.ladders[step.full_mode], self.state.prior.mean
-            )
         return plan
 
     def _unsearched(self, step: StepInput, drafts: int) -> VerifyPlan:

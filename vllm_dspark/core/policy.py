@@ -41,15 +41,9 @@ class PolicyConfig:
     min_gain: float = 0.02
     """Predicted relative gain that a trimmed step must keep."""
     hysteresis: float = 0.01
-    """Gain on top of `min_gain` that is needed to start trimming (and to stop or resume
-    drafting).
-    """
+    """Gain on top of `min_gain` that is needed to start trimming."""
     step_bound_ms: float | None = None
     """Largest predicted step time, so that every request waits at most this long per step."""
-    allow_no_draft: bool = True
-    """Compare with not drafting at all, where the host can leave drafting out."""
-    redraft_steps: int = 64
-    """Steps without drafting after which one block is drafted anyway, to see the confidences."""
     start_confidence: float = 0.5
     """Stands for every confidence until the first trusted row is seen."""
     prior_rate: float = 0.05
@@ -68,8 +62,6 @@ class PolicyConfig:
         _check_range("prior_rate", self.prior_rate, 0.0, 1.0)
         if self.step_bound_ms is not None and not self.step_bound_ms > 0.0:
             raise ValueError(f"step_bound_ms={self.step_bound_ms!r}: must be positive or None")
-        if self.redraft_steps < 1:
-            raise ValueError(f"redraft_steps={self.redraft_steps!r}: must be at least 1")
 
     def bounds(self, scheduled: int, doubtful: int, host_limit: int | None) -> tuple[int, int]:
         """Smallest and largest admissible budget for `scheduled` drafts of the batch.

@@ -75,7 +75,7 @@ def _take_over(vllm_config: Any) -> Session | None:
 
 
 def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
-    """Block widths that this server may draft, the widest one last.
+    """Block widths that this server may draft, the widest one last; 0 is not drafting.
 
     Only where trimming can leave out the slots that a narrow block lacks: what an earlier block
     left in them is no draw from the drafter's distribution and must never be verified.
@@ -88,7 +88,14 @@ def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
         return (gamma,)
     if config.draft_width != "auto":
         return (config.draft_width,)
-    return widths_for(gamma) if facts.full_graphs else (gamma,)
+    return widths_for(gamma, _may_skip_draft()) if facts.full_graphs else (gamma,)
+
+
+def _may_skip_draft() -> bool:
+    """Whether the host's speculator keeps its context up to date without drafting a block."""
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    return "num_speculative_tokens" in compat.parameters(DSparkSpeculator.propose)
 
 
 def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:

@@ -21,10 +21,14 @@ from vllm_dspark.core.cost_fit import StepSample, fit_cost_model
 from vllm_dspark.core.cost_model import CostModel, Curve
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.tiers import ExecMode
+from vllm_dspark.engine.graphs import thin
 
 logger = logging.getLogger("vllm.dspark")
 
 REPLAYS = 3
+_DRAFT_POINTS_RATIO = 1.9
+"""Request counts at which narrow blocks are timed lie so far apart: their cost is all but linear
+between, and start-up should not take long."""
 CONTEXT_TOKENS = 1024
 """KV tokens behind every profiled request; enough for attention to cost what it costs in service.
 """
@@ -61,7 +65,7 @@ class StartupProfile:
     ) -> None:
         self._core = core
         self._runner = runner
-        self._widths = tuple(widths)
+        self._widths = tuple(width for width in widths if width)
         self._set_width = set_width
         self._timed: list[_Shape] = []
 
@@ -85,16 +89,29 @@ class StartupProfile:
 
     def _shapes(self) -> Iterator[_Shape]:
         most, widest = self._runner.max_num_reqs, self._widths[-1]
+        varlen = self._core.ladders[ExecMode.FULL].tokens.tolist()
+        riders = {query_len: self._rider(query_len) for query_len in _VARLEN_QUERY_LENS}
+        covered = {
+            width
+            for query_len, width in riders.items()
+            if any(tokens == query_len * most for tokens in varlen)
+        }
+        apart = set(self._widths) - covered
         for width, ladder in sorted(self._core.width_ladders.items()):
-            for tokens in ladder.tokens.tolist():
-                # Draft times need every width once per request count; the others ride along.
-                drafts = self._widths if width == 0 else (widest,)
-                for draft_width in drafts:
-                    yield _Shape(width + 1, tokens // (width + 1), draft_width)
-        for tokens in self._core.ladders[ExecMode.FULL].tokens.tolist():
-            for query_len in _VARLEN_QUERY_LENS:
+            counts = [tokens // (width + 1) for tokens in ladder.tokens.tolist()]
+            spread = set(thin(counts, _DRAFT_POINTS_RATIO))
+            for requests in counts:
+                every = width == 0 and requests in spread
+                for draft_width in sorted(apart | {widest}) if every else (widest,):
+                    yield _Shape(width + 1, requests, draft_width)
+        for tokens in varlen:
+            for query_len, draft_width in riders.items():
                 if tokens % query_len == 0 and tokens // query_len <= most:
-                    yield _Shape(query_len, tokens // query_len, self._widths[0])
+                    yield _Shape(query_len, tokens // query_len, draft_width)
+
+    def _rider(self, query_len: int) -> int:
+        """Width that is timed along with a target forward: its graph has room for the context."""
+        return max((w for w in self._widths if w < query_len), default=self._widths[0])
 
     def fit(self, samples: list[Any]) -> CostModel | None:
         """Cost model from the host's timings, or None if there is nothing to fit."""

@@ -53,7 +53,8 @@ class DSparkProposer(DSparkSpeculator):
             vLLM's online estimator fill the same buffer.
         families: widths of the blocks that may be drafted; allow more than gamma before
             `init_cudagraph_manager`.
-        next_width: asked once per block for its width, gamma unless a planner sets it.
+        next_width: asked once per block for its width, gamma unless a planner sets it; 0 leaves
+            the block out, where the host can.
         fused_markov: whether fused kernels may sample a vanilla Markov head. Set it before the
             first block is drafted.
     """
@@ -91,13 +92,18 @@ class DSparkProposer(DSparkSpeculator):
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft a block of the width that the planner chose, `[num_reqs, gamma]`; columns past
-        the width hold what an earlier block left there and are never verified.
+        the width hold what an earlier block left there and are never verified. A width of 0 only
+        keeps the draft's context up to date.
         """
         input_batch = args[0] if args else kwargs["input_batch"]
-        with self.families.at(self.next_width()):
-            passes = passes_end(input_batch, self.num_query_per_req, self.max_model_len)
-            self._past_end = input_batch if passes and not kwargs.get("dummy_run") else None
-            super().propose(*args, **kwargs)
+        width = self.next_width()
+        if width == 0:
+            super().propose(*args, **{**kwargs, "num_speculative_tokens": 0})
+        else:
+            with self.families.at(width):
+                passes = passes_end(input_batch, self.num_query_per_req, self.max_model_len)
+                self._past_end = input_batch if passes and not kwargs.get("dummy_run") else None
+                super().propose(*args, **kwargs)
         return self.draft_tokens[: input_batch.num_reqs]
 
     def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:

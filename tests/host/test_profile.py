@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dummy batches are timed at start-up, and the cost model that their times give."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_dspark.core.planner import Planner
+from vllm_dspark.core.policy import PolicyConfig
+from vllm_dspark.core.tiers import ExecMode, TierLadder
+from vllm_dspark.engine import profile
+from vllm_dspark.engine.profile import REPLAYS, StartupProfile
+
+GAMMA, MAX_REQS, WIDTHS = 7, 64, (1, 2, 3, 5, 7)
+COUNTS = [1, 2, 4, 8, 16, 24, 32, 48, 64]
+
+
+VARLEN = {
+    "reaching the largest batch": [1, 2, 4, 8, 16, 64, 128, 256],
+    "too small for it": [1, 2, 4, 8, 16, 64],
+    "none": [],
+}
+
+
+def profiled(varlen: str) -> tuple[StartupProfile, Any, list[int]]:
+    ladders = {ExecMode.FULL: TierLadder(VARLEN[varlen])}
+    families = {k: TierLadder([n * (k + 1) for n in COUNTS]) for k in (0, GAMMA)}
+    core = Planner(PolicyConfig(), GAMMA, ladders, width_ladders=families)
+    runner = SimpleNamespace(max_num_reqs=MAX_REQS, decode_query_len=GAMMA + 1, max_model_len=512)
+    widths: list[int] = []
+    return StartupProfile(core, runner, WIDTHS, widths.append), runner, widths
+
+
+def timed(varlen: str) -> list[tuple[int, int, int]]:
+    """(query length, requests, draft width) of every dummy batch."""
+    startup, runner, widths = profiled(varlen)
+    shapes = []
+    for batch in startup.batches():
+        query_len = runner.decode_query_len
+        shapes.append((query_len, batch["num_tokens"] // query_len, widths[-1]))
+        assert batch["context_len"] + query_len <= runner.max_model_len
+    assert runner.decode_query_len == GAMMA + 1, "given back"
+    assert widths[-1] == GAMMA
+    return shapes
+
+
+@pytest.mark.parametrize("varlen", VARLEN)
+def test_every_width_is_timed_up_to_the_largest_batch(varlen: str) -> None:
+    shapes = timed(varlen)
+    assert all(shapes.count(shape) % REPLAYS == 0 for shape in set(shapes))
+    for width in WIDTHS:
+        counts = {requests for _, requests, drafted in shapes if drafted == width}
+        assert {1, MAX_REQS} <= counts
+    full = {requests for query, requests, _ in shapes if query == GAMMA + 1}
+    assert full == set(COUNTS)
+
+
+def test_narrow_blocks_ride_along_with_varlen_batches_that_leave_their_graphs_room() -> None:
+    shapes = timed("reaching the largest batch")
+    for query_len, _, width in shapes:
+        if query_len in profile._VARLEN_QUERY_LENS:
+            assert width + 1 == query_len
+    # One and three wide are not timed apart then.
+    assert {width for query_len, _, width in shapes if query_len == 1} == {2, 5, 7}
+
+
+def test_times_become_curves_by_tokens_and_by_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StartupProfile, "_logit_row_ms", lambda self: 0.002)
+    startup, runner, widths = profiled("reaching the largest batch")
+    samples = []
+    for batch in startup.batches():
+        requests = batch["num_tokens"] // runner.decode_query_len
+        samples.append(
+            SimpleNamespace(
+                num_target_tokens=batch["num_tokens"],
+                forward_ms=4.0 + 0.02 * batch["num_tokens"],
+                drafter_ms=1.0 + 0.005 * requests * widths[-1],
+                full_cudagraph=True,
+            )
+        )
+    cost = startup.fit(samples)
+    assert cost is not None
+    assert sorted(cost.draft_widths) == list(WIDTHS)
+    for width in WIDTHS:
+        assert cost.draft_ms(MAX_REQS, width) == pytest.approx(1.0 + 0.005 * MAX_REQS * width)
+    assert cost.logit_row_ms == 0.002
+    assert startup.fit(samples) is None, "the shapes are used up"
