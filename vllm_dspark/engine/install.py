@@ -19,7 +19,14 @@ from typing import Any
 from vllm_dspark import compat
 from vllm_dspark.config import ConfigError, DSparkConfig
 from vllm_dspark.core.draft_width import widths_for
-from vllm_dspark.engine.modes import HostFacts, VerifyMode, device_obstacle, obstacle, resolve
+from vllm_dspark.engine.modes import (
+    HostFacts,
+    VerifyMode,
+    device_obstacle,
+    graph_obstacle,
+    obstacle,
+    resolve,
+)
 from vllm_dspark.engine.session import Session, find_session, open_session
 
 logger = logging.getLogger("vllm.dspark")
@@ -57,6 +64,7 @@ def _take_over(vllm_config: Any) -> Session | None:
         lora=vllm_config.lora_config is not None,
         pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
         speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+        graphs=_graph_obstacle(vllm_config),
     )
     wanted = config.verify in ("auto", "compact") and config.lens in ("auto", "device")
     if wanted and not session.device_obstacle:
@@ -188,13 +196,24 @@ def _unable_to_mix(session: Session, kwargs: dict[str, Any]) -> str:
 
 def host_facts(vllm_config: Any, obstacle_to_device: str = "") -> HostFacts:
     """What the configuration says about the modes that can run."""
-    parallel = vllm_config.parallel_config
+    parallel, hindrance = vllm_config.parallel_config, _graph_obstacle(vllm_config)
+    wanted = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     return HostFacts(
-        full_graphs=vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+        full_graphs=wanted and not hindrance,
         data_parallel_size=parallel.data_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         batch_sharded_sampling=bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
         device_obstacle=obstacle_to_device,
+        graph_obstacle=hindrance,
+    )
+
+
+def _graph_obstacle(vllm_config: Any) -> str:
+    compilation = vllm_config.compilation_config
+    return graph_obstacle(
+        compilation.cudagraph_mode.has_full_cudagraphs(),
+        compilation.cudagraph_capture_sizes or (),
+        vllm_config.speculative_config.num_speculative_tokens + 1,
     )
 
 

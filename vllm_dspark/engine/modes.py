@@ -7,6 +7,7 @@ one that can run. Pure data in, pure data out: this module imports no vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -44,6 +45,8 @@ class HostFacts:
     batch_sharded_sampling: bool = False
     device_obstacle: str = ""
     """Why the device cannot fix lengths here; empty if it can."""
+    graph_obstacle: str = ""
+    """Why decode steps replay no full graph although they are asked for; empty if they do."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def resolve(config: DSparkConfig, facts: HostFacts) -> Resolved:
         return Resolved(VerifyMode.STATIC, hindrance)
     if config.verify == "cap-accept":
         return Resolved(VerifyMode.CAP_ACCEPT, "dspark.verify = 'cap-accept'")
+    if config.lens == "uniform" and facts.graph_obstacle:
+        raise ConfigError(f"dspark.lens = 'uniform' cannot run: {facts.graph_obstacle}")
     if config.lens in ("host", "uniform"):
         return Resolved(VerifyMode(config.lens), f"dspark.lens = {config.lens!r}")
     if config.lens == "device" and facts.device_obstacle:
@@ -91,13 +96,37 @@ def obstacle(facts: HostFacts) -> str:
     return ""
 
 
+def graph_obstacle(full_graphs: bool, capture_sizes: Sequence[int], block: int) -> str:
+    """Why no full graph takes a request's whole block; empty if one does, or none is wanted.
+
+    Args:
+        full_graphs: decode steps are to replay full graphs.
+        capture_sizes: token counts that the host captures.
+        block: tokens of a block, the anchor included.
+    """
+    if not full_graphs or max(capture_sizes, default=0) >= block:
+        return ""
+    return (
+        f"cudagraph_capture_sizes = {list(capture_sizes)}: allowed with {block - 1} speculative"
+        f" tokens: at least one size of {block} or more, which holds one request's block"
+    )
+
+
 def device_obstacle(
-    *, full_graphs: bool, lora: bool, pipeline_parallel_size: int, speculative_tokens: int
+    *,
+    full_graphs: bool,
+    lora: bool,
+    pipeline_parallel_size: int,
+    speculative_tokens: int,
+    graphs: str = "",
 ) -> str:
     """Why the device cannot fix lengths, as far as the configuration tells; empty if it can.
 
-    Attention backends have their own say later, see ``HostFacts.device_obstacle``.
+    Attention backends have their own say later, see ``HostFacts.device_obstacle``. ``graphs`` is
+    the answer of ``graph_obstacle``.
     """
+    if graphs:
+        return graphs
     if not full_graphs:
         return "decode steps replay no full CUDA graphs"
     if lora:
