@@ -161,7 +161,7 @@ class StepPlanner:
         confidence, state = self._lagged.read(batch.slots, self._relay.published)
         regimes = 0 if self._regimes_of is None else self._regimes_of(batch.slots)
         full_mode = self._exec_mode(batch.base_lens)
-        trim_mode = self._mixed_mode if self.mode is VerifyMode.HOST else full_mode
+        trim_mode = self._trim_mode(full_mode)
         plan = self.core.plan(
             self._step_input(batch, confidence, state, regimes, trim_mode, full_mode)
         )
@@ -285,14 +285,15 @@ class StepPlanner:
         return allocate(calibrated.cumprod(axis=0).T, lens, plan.verified_drafts, doubtful)
 
     def _exec_mode(self, base: np.ndarray) -> ExecMode:
-        """How a batch with ``base`` tokens besides its drafts runs if every draft is verified.
-
-        A trimmed one runs likewise, except that no decode graph takes lengths which only the host
-        fixed and which differ.
-        """
+        """How a batch with ``base`` tokens besides its drafts runs if every draft is verified."""
         if self._has_full_graphs and bool((base == 1).all()):
             return ExecMode.FULL
         return self._mixed_mode
+
+    def _trim_mode(self, full_mode: ExecMode) -> ExecMode:
+        """How the batch runs if it is trimmed: uniform graphs take no lengths that differ."""
+        ragged = self.mode is VerifyMode.HOST and self.core.ladders[ExecMode.FULL].limit == 0
+        return self._mixed_mode if ragged else full_mode
 
     @property
     def _has_full_graphs(self) -> bool:
