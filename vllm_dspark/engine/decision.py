@@ -62,7 +62,7 @@ class StepDecision:
     def spendable(self) -> np.ndarray:
         """``[num_reqs]`` drafts to spend the budget on: the useful ones if they suffice."""
         lens = np.minimum(self.eligible, self.useful)
-        return lens if int(lens.sum()) >= self.running_drafts else self.eligible
+        return lens if int(lens.sum()) >= self.plan.verified_drafts else self.eligible
 
     @property
     def running_drafts(self) -> int:
