@@ -1,26 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correctness on one GPU: kernels, captured acceptance, every verify mode against the target.
 
-    python benchmarks/h200_correctness.py [--out FILE] [--only kernels|e2e] [pytest arguments]
+    python benchmarks/h200_correctness.py [--out FILE] [pytest arguments]
 
-Runs `pytest tests/kernels tests/e2e -m gpu` (pytest's own arguments, `--commit` and `--full-matrix`
-are passed on) and leaves a JSON file with what it found: `passed`,
-`failed`, `skipped`, `jit_events_in_traffic` (kernels compiled while requests ran, the host's own
-included), `modes` (accepted length, continuations that differ from the target's and by how much,
-steps by what accepted them), `native` (the same of vLLM's own DSpark), `failures`, and the machine,
-versions, commit and command of the run. The file is written after every test. The exit status is
-pytest's.
+Runs `pytest tests/kernels tests/e2e -m gpu` in parts, side by side on the GPU, and leaves a JSON
+file with what they found: `passed`, `failed`, `skipped`, `jit_events_in_traffic` (kernels compiled
+while requests ran, the host's own included), `modes` (accepted length, continuations that differ
+from the target's and by how much, steps by what accepted them), `native` (the same of vLLM's own
+DSpark), `failures`, and the machine, versions, commit and commands of the run. Each part's own file
+is written after every test, so that a run which is cut short keeps what it had. The exit status is
+zero if every part ran to its end and nothing failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 560
+SHARES = 2
+"""Processes that share the engines; each holds one engine at a time, of a third of the memory."""
+NATIVE = "tests/e2e/test_gpu_modes.py::test_native_dspark_beside_ours"
+COUNTS = ("passed", "failed", "skipped", "jit_events_in_traffic")
+
+
+def parts() -> dict[str, list[str]]:
+    """Arguments of pytest by the name of the part."""
+    engines = {
+        f"engines {share + 1} of {SHARES}": ["tests/e2e", "--share", f"{share}/{SHARES}"]
+        + (["--deselect", NATIVE] if share else [])
+        for share in range(SHARES)
+    }
+    return {"kernels": ["tests/kernels"], **engines}
+
+
+def merge(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One document of the parts' documents."""
+    first = next(iter(found.values()))
+    merged: dict[str, Any] = {name: first[name] for name in ("machine", "versions", "commit")}
+    merged["command"] = [part["command"] for part in found.values()]
+    merged |= {name: sum(part[name] for part in found.values()) for name in COUNTS}
+    merged["seconds"] = max(part["seconds"] for part in found.values())
+    merged["modes"] = {
+        mode: notes for part in found.values() for mode, notes in part["modes"].items()
+    }
+    merged["native"] = next((part["native"] for part in found.values() if "native" in part), None)
+    merged["failures"] = [failure for part in found.values() for failure in part["failures"]]
+    return merged
 
 
 def main() -> int:
@@ -31,19 +64,35 @@ def main() -> int:
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200_correctness.json"
     )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="stop the tests after this")
-    parser.add_argument(
-        "--only", choices=("kernels", "e2e"), help="one half, with a file of its own"
-    )
     options, further = parser.parse_known_args()
-    folders = [f"tests/{options.only}"] if options.only else ["tests/kernels", "tests/e2e"]
-    out = options.out.resolve()
-    command = [sys.executable, "-m", "pytest", *folders, "-m", "gpu", "--summary", str(out)]
-    try:
-        done = subprocess.run([*command, *further], cwd=ROOT, timeout=options.limit_s)
-    except subprocess.TimeoutExpired:
-        print(f"stopped after {options.limit_s:.0f} s; {options.out} has what was found so far")
+    deadline = time.monotonic() + options.limit_s
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder) / f"{name}.json" for name in parts()}
+        running = {
+            name: subprocess.Popen(
+                [sys.executable, "-m", "pytest", *tests, "-m", "gpu", *further]
+                + ["--summary", str(files[name])],
+                cwd=ROOT,
+            )
+            for name, tests in parts().items()
+        }
+        failed = False
+        for name, process in running.items():
+            try:
+                failed |= process.wait(max(deadline - time.monotonic(), 0)) != 0
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+                failed = True
+                print(f"{name}: stopped after {options.limit_s:.0f} s")
+        found = {n: json.loads(file.read_text()) for n, file in files.items() if file.exists()}
+    for name in files.keys() - found.keys():
+        print(f"{name}: found nothing")
+    if not found:
         return 1
-    return done.returncode
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(merge(found), indent=1) + "\n", encoding="utf-8")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def _gpu() -> str | None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", metavar="FILE", help="write what the run found to FILE (JSON)")
     parser.addoption("--commit", help="commit of the tree for --summary, where there is no git")
+    parser.addoption("--share", metavar="I/N", help="every N-th engine of the GPU tests, from I")
     parser.addoption(
         "--full-matrix", action="store_true", help="every verify mode in both scheduler loops"
     )

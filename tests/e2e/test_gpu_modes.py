@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from engines import (
+    GAMMA,
     ON_GPU,
     STEADY,
     Engine,
@@ -46,7 +47,7 @@ class Case:
     overlap: bool = True
     pins: tuple[int | float | None, ...] = (1.0, None, 0.5, 3, 0)
     path: str = "graph"
-    """What accepts greedy batches."""
+    """What accepts greedy batches; empty where blocks may be left out."""
     llm: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,13 +62,15 @@ _STATIC_PINS = (None,)
 
 
 def _case(mode: str, overlap: bool) -> Case:
+    """Blocks as wide as vLLM's own, so that accepted lengths can be compared."""
     pins = _STATIC_PINS if mode == "static" else Case.pins
-    return Case(_MODES[mode], mode, overlap, pins)
+    return Case({**_MODES[mode], "draft_width": GAMMA}, mode, overlap, pins)
 
 
 CASES = {
     "device, overlap": _case("device", True),
     "device, sync": _case("device", False),
+    "device, overlap, widths by load": Case(_MODES["device"], "device", pins=(None,), path=""),
     "cap-accept, overlap": _case("cap-accept", True),
     "host, sync": _case("host", False),
     "uniform, overlap": _case("uniform", True),
@@ -93,8 +96,9 @@ MORE_CASES = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        full = metafunc.config.getoption("--full-matrix")
-        cases = CASES | MORE_CASES if full else CASES
+        full, share = (metafunc.config.getoption(name) for name in ("--full-matrix", "--share"))
+        first, _, every = (share or "0/1").partition("/")
+        cases = list(CASES | MORE_CASES if full else CASES)[int(first) :: int(every)]
         metafunc.parametrize("case", cases, indirect=True, scope="module")
 
 
@@ -198,7 +202,9 @@ def test_greedy_tokens_are_the_targets(case: str, running: Running, plain: Plain
         notes["differing_prompts"][str(pin)] = len(found)
         notes["largest_gap"] = max([notes.get("largest_gap", 0.0), *(d.gap for d in found)])
         wrong += [f"pin {pin}, {d}" for d in found if d.gap > BF16_NEAR_TIE]
-        if pin != 0 and accept_len < 1.2:
+        # Three drafts for a whole batch accept something, more drafts a good deal.
+        least = {0: 0.99, 3: 1.01}.get(pin, 1.2 if wanted.path else 0.99)
+        if accept_len < least:
             wrong.append(f"pin {pin}: accepted length {accept_len}")
     notes["accept_paths"] = engine.accept_paths()
     assert not wrong, "\n".join(wrong)
@@ -207,6 +213,9 @@ def test_greedy_tokens_are_the_targets(case: str, running: Running, plain: Plain
 def test_greedy_batches_take_their_path(case: str, running: Running) -> None:
     """Steps that read prompts, and ragged ones of the host's lengths, replay no full graph."""
     paths, wanted = running.engine.accept_paths(), definition(case)
+    if not wanted.path:
+        assert set(paths) <= {"graph", "kernel"}, paths
+        return
     least = 0.0 if wanted.mode == "host" else 0.5
     assert paths.get(wanted.path, 0) > least * sum(paths.values()), paths
     if wanted.path != "host":
@@ -236,7 +245,7 @@ def test_requests_of_every_kind(case: str, running: Running, plain: Plain) -> No
     assert len(sampled.token_ids) == len(penalty.token_ids) == 24
     (logprobs,) = got["logprobs"]
     assert all(len(best) >= 5 for best in logprobs.logprobs)
-    assert engine.accept_paths()["host"] > 0
+    assert engine.accept_paths()["host"] > 0 or not definition(case).path
 
 
 def test_native_dspark_beside_ours(plain: Plain, facts: dict[str, Any]) -> None:
@@ -257,11 +266,11 @@ def test_acceptance_is_the_same_in_every_loop(facts: dict[str, Any]) -> None:
     instead of 3.09 in the synchronous loop.
     """
     lengths = {
-        name: facts["modes"].get(name, {}).get("accept_len")
-        for name in ("device, overlap", "device, sync", "static, sync, host sampler",
-                     "static, overlap, eager")
-    }  # fmt: skip
-    if None in lengths.values():
+        name: notes["accept_len"]
+        for name, notes in facts["modes"].items()
+        if definition(name).path and notes["accept_len"] is not None
+    }
+    if len(lengths) < 2:
         pytest.fail(f"needs the runs of test_greedy_tokens_are_the_targets, has {lengths}")
     low, high = min(lengths.values()), max(lengths.values())
     assert high <= low * (1 + SAME_ACCEPTANCE), lengths

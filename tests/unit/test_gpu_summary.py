@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU suite's parts and the one file that is made of what they found."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import h200_correctness as suite  # noqa: E402
+
+
+def part(**found: Any) -> dict[str, Any]:
+    header = {"machine": {"gpu": "a"}, "versions": {}, "commit": "c", "command": "pytest"}
+    counts = {"passed": 1, "failed": 0, "skipped": 0, "jit_events_in_traffic": 0}
+    return {**header, **counts, "seconds": 2.0, "modes": {}, "failures": [], **found}
+
+
+def test_counts_add_up_and_modes_come_together() -> None:
+    found = {
+        "kernels": part(passed=5),
+        "one": part(failed=1, failures=["a test"], modes={"device": {"accept_len": 3.1}}),
+        "two": part(modes={"host": {"accept_len": 3.2}}, native={"accept_len": 3}, seconds=9.0),
+    }
+    merged = suite.merge(found)
+    assert (merged["passed"], merged["failed"], merged["skipped"]) == (7, 1, 0)
+    assert list(merged["modes"]) == ["device", "host"]
+    assert (merged["native"], merged["failures"]) == ({"accept_len": 3}, ["a test"])
+    assert (merged["seconds"], merged["commit"]) == (9.0, "c")
+
+
+def test_every_engine_is_in_one_share_and_the_native_one_too() -> None:
+    arguments = list(suite.parts().values())
+    shares = [words[words.index("--share") + 1] for words in arguments if "--share" in words]
+    assert shares == [f"{share}/{suite.SHARES}" for share in range(suite.SHARES)]
+    assert sum("--deselect" in words for words in arguments) == suite.SHARES - 1
