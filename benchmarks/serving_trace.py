@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from serving_anatomy import PARTS, parts_of
+
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Totals of the steps of one kind, in ms; `by_name` has (name, calls, ms), longest first."""
+    """Totals of the steps of one kind, in ms; `by_name` has (name, calls, ms), longest first,
+    `by_part` the same by part of the step in its order, where steps are known.
+    """
 
     device: bool
     kind: str
@@ -27,6 +31,7 @@ class Profile:
     span_ms: float
     busy_ms: float
     by_name: list[tuple[str, int, float]]
+    by_part: list[tuple[str, int, float]]
 
     def text(self, rows: int = 40) -> str:
         """A table for people."""
@@ -36,8 +41,12 @@ class Profile:
             f"{self.steps} {self.kind} steps, {self.span_ms / steps:.3f} ms each, "
             f"{'device' if self.device else 'CPU'} busy {self.busy_ms / steps:.3f} ms "
             f"({self.busy_ms / self.span_ms:.1%})",
-            f"{'ms/step':>9} {'share':>6} {'calls/step':>10} {'us/call':>9}  {what}",
         ]
+        for part, calls, ms in self.by_part:
+            lines.append(
+                f"{ms / steps:9.4f} {ms / self.span_ms:6.1%} {calls / steps:10.1f}  {part}"
+            )
+        lines.append(f"{'ms/step':>9} {'share':>6} {'calls/step':>10} {'us/call':>9}  {what}")
         for name, calls, ms in self.by_name[:rows]:
             lines.append(
                 f"{ms / steps:9.4f} {ms / self.span_ms:6.1%} {calls / steps:10.1f} "
@@ -84,37 +93,54 @@ def summarize(events: Iterable[dict[str, Any]]) -> list[Profile]:
     if not chosen:
         raise ValueError("the trace has neither kernels nor operators")
     span_us = max(event["ts"] + event["dur"] for event in chosen) - min(e["ts"] for e in chosen)
-    return [_profile("traced", chosen, len(marks["user_annotation"]), span_us, bool(kernels))]
+    steps = len(marks["user_annotation"])
+    return [_profile("traced", [chosen], steps, span_us, bool(kernels), parts=False)]
 
 
 def _by_kind(kernels: list[dict[str, Any]], starts: Sequence[tuple[float, str]]) -> list[Profile]:
     times = [ts for ts, _ in starts]
     kinds = ["decode" if "context_0(" in name else "mixed" for _, name in starts[:-1]]
-    events: dict[str, list[dict[str, Any]]] = {}
-    for event in kernels:
+    steps: list[list[dict[str, Any]]] = [[] for _ in kinds]
+    for event in sorted(kernels, key=lambda event: event["ts"]):
         step = bisect_right(times, event["ts"]) - 1
         if 0 <= step < len(kinds):
-            events.setdefault(kinds[step], []).append(event)
-    spans_us = {
-        kind: sum(times[i + 1] - times[i] for i, other in enumerate(kinds) if other == kind)
-        for kind in events
-    }
-    return [
-        _profile(kind, found, kinds.count(kind), spans_us[kind], True)
-        for kind, found in sorted(events.items())
-    ]
+            steps[step].append(event)
+    profiles = []
+    for kind in sorted(set(kinds)):
+        same = [i for i, other in enumerate(kinds) if other == kind]
+        span_us = sum(times[i + 1] - times[i] for i in same)
+        found = [steps[i] for i in same]
+        profiles.append(_profile(kind, found, len(same), span_us, device=True, parts=True))
+    return profiles
 
 
 def _profile(
-    kind: str, events: list[dict[str, Any]], steps: int, span_us: float, device: bool
+    kind: str,
+    steps: list[list[dict[str, Any]]],
+    count: int,
+    span_us: float,
+    device: bool,
+    parts: bool,
 ) -> Profile:
-    sums: dict[str, tuple[int, float]] = {}
-    for event in events:
-        calls, ms = sums.get(event["name"], (0, 0.0))
-        sums[event["name"]] = (calls + 1, ms + event["dur"] / 1e3)
-    by_name = sorted(((n, c, ms) for n, (c, ms) in sums.items()), key=lambda row: -row[2])
+    names: dict[str, tuple[int, float]] = {}
+    sections = dict.fromkeys(PARTS, (0, 0.0)) if parts else {}
+    for events in steps:
+        labels = parts_of([event["name"] for event in events]) if parts else ()
+        for event in events:
+            _add(names, event["name"], event)
+        for label, event in zip(labels, events, strict=parts):
+            _add(sections, label, event)
+    by_name = sorted(((n, c, ms) for n, (c, ms) in names.items()), key=lambda row: -row[2])
+    by_part = [(part, calls, ms) for part, (calls, ms) in sections.items()]
+    events = [event for step in steps for event in step]
     intervals = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
-    return Profile(device, kind, steps, span_us / 1e3, _covered(intervals) / 1e3, by_name)
+    busy_ms = _covered(intervals) / 1e3
+    return Profile(device, kind, count, span_us / 1e3, busy_ms, by_name, by_part)
+
+
+def _add(sums: dict[str, tuple[int, float]], key: str, event: dict[str, Any]) -> None:
+    calls, ms = sums.get(key, (0, 0.0))
+    sums[key] = (calls + 1, ms + event["dur"] / 1e3)
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

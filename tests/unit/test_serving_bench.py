@@ -19,6 +19,7 @@ import serving  # noqa: E402
 import serving_children  # noqa: E402
 import serving_results as results  # noqa: E402
 import serving_trace  # noqa: E402
+from serving_anatomy import parts_of  # noqa: E402
 from serving_children import Child  # noqa: E402
 from serving_engine import Job, plugin_metrics, step_of, verified  # noqa: E402
 from serving_load import (  # noqa: E402
@@ -594,3 +595,38 @@ def test_decode_and_mixed_steps_are_told_apart_by_the_devices_marks() -> None:
     assert (decode.kind, decode.steps, decode.span_ms, decode.busy_ms) == ("decode", 2, 2.0, 0.95)
     assert decode.by_name == [("gemm", 2, pytest.approx(0.9)), ("draft", 1, 0.05)]
     assert (mixed.kind, mixed.steps, mixed.span_ms, mixed.busy_ms) == ("mixed", 1, 2.0, 1.5)
+
+
+STEP = [
+    ("inputs", ["Memcpy", "_gather_block_tables_kernel"]),
+    ("target forward", ["triton_embedding_rms_norm", "nvjet_a", "triton_rms_norm", "rms_norm_2"]),
+    ("target LM head", ["gather", "nvjet_b"]),
+    ("acceptance", ["_block_argmax_kernel", "_accept_kernel", "_post_update_kernel"]),
+    ("draft context", ["_prepare_dflash_inputs_kernel", "nvjet_a", "vllm::rms_norm_kernel"]),
+    ("draft backbone", ["triton_embedding_rms_norm", "nvjet_a", "triton_rms_norm"]),
+    ("draft LM head", ["gather", "nvjet_b"]),
+    ("Markov loop", ["_start_kernel", "_greedy_kernel", "_greedy_kernel", "_finish_kernel"]),
+    ("confidences", ["_confidence_kernel"]),
+    ("results", ["copy", "Memcpy"]),
+]
+
+
+def test_kernels_are_told_apart_by_their_place_in_the_step() -> None:
+    names = [name for _, kernels in STEP for name in kernels]
+    expected = [part for part, kernels in STEP for _ in kernels]
+    assert parts_of(names) == expected
+    # The host's loop and sampler.
+    loop = ["index", "nvjet_c", "add", "reduce_kernel<ArgMaxOps>"]
+    host = {"Markov loop": loop * 2, "confidences": ["cat", "dot", "sigmoid"],
+            "acceptance": ["_gather_draft_sampled_kernel", "_rejection_kernel"]}  # fmt: skip
+    names = [name for part, kernels in STEP for name in host.get(part, kernels)]
+    expected = [part for part, kernels in STEP for _ in host.get(part, kernels)]
+    assert parts_of(names) == expected
+
+
+@pytest.mark.parametrize("drafted", [0, 5])
+def test_a_step_without_a_part_leaves_it_empty(drafted: int) -> None:
+    kept = STEP[:4] + STEP[4 : 4 + (1 if drafted else 0)]
+    names = [name for _, kernels in kept for name in kernels]
+    assert set(parts_of(names)) == {part for part, _ in kept}
+    assert parts_of([]) == []
