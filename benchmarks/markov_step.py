@@ -6,7 +6,7 @@
 Both sides run inside CUDA graphs, as drafts do. Times are medians over replays, in microseconds. A
 row holds one batch size and width: the host's way of drafting (embedding, matrix product, addition,
 argmax, copy, position by position), the fused kernels, how many tokens agree with the naive twin,
-and how far below the best logit a differing token lies. `--candidates` times further launch options.
+and how far below the best logit a differing token lies. `--candidates` times more launch options.
 """
 
 from __future__ import annotations
