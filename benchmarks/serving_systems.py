@@ -48,10 +48,11 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 
-# Same for all systems. FlashInfer's sampler compiles for minutes on its first use.
+# Same for all systems. FlashInfer's sampler and all-reduce compile for minutes on their first use.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONFAULTHANDLER": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }

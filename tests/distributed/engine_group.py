@@ -146,8 +146,11 @@ def write(client: Client, count: int = PROMPTS) -> list[Greedy]:
 def by_label(
     running: Server, name: str, label: str, awaited: Collection[str] = ()
 ) -> dict[str, float]:
-    """Sums of a counter of the server by one of its labels, at rest or with the awaited ones."""
-    begin = time.monotonic()
+    """Sums of a counter of the server by one of its labels, at rest and with the awaited ones.
+
+    Workers hand their counters over every second or so, later where the machine is busy.
+    """
+    begin, before = time.monotonic(), None
     while True:
         time.sleep(SETTLE_S)
         totals: dict[str, float] = {}
@@ -156,8 +159,10 @@ def by_label(
                 if sample.name == name:
                     value = sample.labels[label]
                     totals[value] = totals.get(value, 0.0) + sample.value
-        if set(awaited) <= totals.keys() or time.monotonic() - begin > SETTLE_LIMIT_S:
+        at_rest = totals == before and set(awaited) <= totals.keys()
+        if at_rest or time.monotonic() - begin > SETTLE_LIMIT_S:
             return totals
+        before = totals
 
 
 def server(

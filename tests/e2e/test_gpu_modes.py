@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -246,6 +246,25 @@ def test_requests_of_every_kind(case: str, running: Running, plain: Plain) -> No
     (logprobs,) = got["logprobs"]
     assert all(len(best) >= 5 for best in logprobs.logprobs)
     assert engine.accept_paths()["host"] > 0 or not definition(case).path
+
+
+def test_prompts_that_join_a_decoding_batch(case: str, running: Running, plain: Plain) -> None:
+    """Twice as many requests as seats, each of another length: whenever one ends, a prompt is read
+    in a step that decodes the others, which is what full graphs of mixed steps are for.
+    """
+    lengths = [8 + 7 * number % (TOKENS - 8) for number in range(PROMPTS)]
+    running.engine.pin(None)
+    requests = [
+        request(prompt, max_tokens=length, ignore_eos=True)
+        for prompt, length in zip(demo_prompts(PROMPTS), lengths, strict=True)
+    ]
+    got = [choices[0] for choices in running.engine.run(requests)]
+    expected = [
+        replace(want, token_ids=want.token_ids[:length], logprobs=want.logprobs[:length])
+        for want, length in zip(plain.greedy, lengths, strict=True)
+    ]
+    found = assert_same_tokens(expected, got, BF16_NEAR_TIE)
+    running.notes["differing_prompts"]["joining"] = len(found)
 
 
 def test_native_dspark_beside_ours(plain: Plain, facts: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ def snapshot_of(
 ) -> Snapshot:
     """Counters of the settled steps of `records`.
 
-    Doubt, disagreements and sync are not recorded, so their series are absent.
+    Doubt, disagreements, sync and accept paths are not recorded, so their series are absent.
     """
     writer = MetricsWriter(0, 0, gamma, directory="", reliability_every=reliability_every)
     try:

@@ -21,7 +21,7 @@ from vllm_dspark.core.planner import Planner
 from vllm_dspark.engine.decision import StepDecision
 
 FIRST_FIT_STEPS = 48
-EXCHANGE_STEPS = 512
+EXCHANGE_STEPS = 128
 _SAMPLES_KEPT = 4096
 
 Share = Callable[[Any], Any]
