@@ -35,8 +35,8 @@ class DraftFamilies:
         self._anchors: dict[int, torch.Tensor] = {}
 
     def allow(self, widths: tuple[int, ...]) -> None:
-        """Draft at these widths, of which 0 needs no graph; call before graphs are made."""
-        self.widths = tuple(width for width in widths if width)
+        """Draft at these widths; call before graphs are made."""
+        self.widths = widths
 
     @contextmanager
     def at(self, width: int) -> Iterator[None]:

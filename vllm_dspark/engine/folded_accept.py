@@ -87,10 +87,8 @@ class FoldedAccept:
         if hidden is None:
             width, dtype = runner.model_config.get_hidden_size(), runner.model_config.dtype
             hidden = torch.zeros(1, width, dtype=dtype, device=runner.device)
-        inputs, first = (
-            runner.input_buffers,
-            torch.zeros(1, dtype=torch.int64, device=runner.device),
-        )
+        inputs = runner.input_buffers
+        first = torch.zeros(1, dtype=torch.int64, device=runner.device)
         greedy_accept(
             runner.model.compute_logits(hidden[:1]),
             inputs.input_ids,

@@ -122,7 +122,7 @@ def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
         finally:
             native.DSparkSpeculator = borrowed
         session.attach_proposer(proposer)
-        proposer.families.allow(session.widths)
+        proposer.families.allow(session.block_widths)
         proposer.next_width = session.next_width
         proposer.fused_markov = session.config.fused_markov == "auto"
         return proposer
@@ -319,7 +319,7 @@ def _profiling(session: Session, runner: Any) -> Iterator[None]:
     from vllm_dspark.engine.profile import StartupProfile
 
     planner.bind_profile(
-        StartupProfile(planner.core, runner, session.widths, planner.set_draft_width)
+        StartupProfile(planner.core, runner, session.block_widths, planner.set_draft_width)
     )
     try:
         yield

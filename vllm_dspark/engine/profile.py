@@ -65,7 +65,7 @@ class StartupProfile:
     ) -> None:
         self._core = core
         self._runner = runner
-        self._widths = tuple(width for width in widths if width)
+        self._widths = tuple(widths)
         self._set_width = set_width
         self._timed: list[_Shape] = []
 

@@ -34,7 +34,7 @@ class Session:
     temperatures: Callable[[], Any] | None = None
     """Sampling temperatures ``[max_num_reqs]`` by request slot, on the host."""
     widths: tuple[int, ...] = ()
-    """Block widths that may be drafted, ascending."""
+    """Block widths that may be drafted, ascending; 0 is not drafting."""
     mixed_full_graphs: bool = False
     """Steps that mix prefill and decode replay full graphs."""
     device_obstacle: str = ""
@@ -47,6 +47,11 @@ class Session:
     def mode(self) -> VerifyMode:
         """Resolved mode; static until the host's abilities are known."""
         return self.resolved.mode if self.resolved is not None else VerifyMode.STATIC
+
+    @property
+    def block_widths(self) -> tuple[int, ...]:
+        """Widths of which there are blocks, so all but 0."""
+        return tuple(width for width in self.widths if width)
 
     @property
     def planner(self) -> StepPlanner | None:
