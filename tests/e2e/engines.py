@@ -32,6 +32,15 @@ COMPARED_PROMPTS, COMPARED_TOKENS = 64, 24
 LOG_TAIL = 6000
 # The engines compute in float32: only rounding of the last bits may change places.
 NEAR_TIE_LOGIT_GAP = 1e-3
+# Options of every verify mode, and those of them that a CPU can run.
+VERIFY_MODES = {
+    "static": {"verify": "static"},
+    "cap-accept": {"verify": "cap-accept"},
+    "host": {"verify": "compact", "lens": "host"},
+    "uniform": {"verify": "compact", "lens": "uniform"},
+    "device": {"verify": "compact", "lens": "device"},
+}
+CPU_MODES = {name: options for name, options in VERIFY_MODES.items() if name != "device"}
 # Budgets that depend on nothing but the pin and the confidences: no step times.
 STEADY = {"cost_correction": False}
 

@@ -20,6 +20,7 @@ from engines import (
     GAMMA,
     ON_GPU,
     STEADY,
+    VERIFY_MODES,
     Engine,
     Output,
     assert_same_tokens,
@@ -51,34 +52,29 @@ class Case:
     llm: dict[str, Any] = field(default_factory=dict)
 
 
-_MODES = {
-    "device": {"verify": "compact", "lens": "device"},
-    "host": {"verify": "compact", "lens": "host"},
-    "uniform": {"verify": "compact", "lens": "uniform"},
-    "cap-accept": {"verify": "cap-accept"},
-    "static": {"verify": "static"},
-}
 _STATIC_PINS = (None,)
 
 
 def _case(mode: str, overlap: bool) -> Case:
     """Blocks as wide as vLLM's own, so that accepted lengths can be compared."""
     pins = _STATIC_PINS if mode == "static" else Case.pins
-    return Case({**_MODES[mode], "draft_width": GAMMA}, mode, overlap, pins)
+    return Case({**VERIFY_MODES[mode], "draft_width": GAMMA}, mode, overlap, pins)
 
 
 CASES = {
     "device, overlap": _case("device", True),
     "device, sync": _case("device", False),
-    "device, overlap, widths by load": Case(_MODES["device"], "device", pins=(None,), path=""),
+    "device, overlap, widths by load": Case(
+        VERIFY_MODES["device"], "device", pins=(None,), path=""
+    ),
     "cap-accept, overlap": _case("cap-accept", True),
     "host, sync": _case("host", False),
     "uniform, overlap": _case("uniform", True),
     "static, sync, host sampler": Case(
-        {**_MODES["static"], "folded_accept": "off"}, "static", False, _STATIC_PINS, "host"
+        {**VERIFY_MODES["static"], "folded_accept": "off"}, "static", False, _STATIC_PINS, "host"
     ),
     "static, overlap, eager": Case(
-        _MODES["static"],
+        VERIFY_MODES["static"],
         "static",
         pins=_STATIC_PINS,
         path="kernel",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 from engines import (
     COMPARED_TOKENS,
+    CPU_MODES,
     STEADY,
     Engine,
     assert_same_tokens,
@@ -27,12 +28,6 @@ PINS: list[float] = [1.0, 0.5]
 SAME_ACCEPTANCE = {1.0: 0.02, 0.5: 0.06}
 """By pin. Where a step is trimmed, the last one of a request depends on what its loop knows of the
 request's end, which counts in continuations as short as these."""
-MODES = {
-    "static": {"verify": "static"},
-    "cap-accept": {"verify": "cap-accept"},
-    "host": {"verify": "compact", "lens": "host"},
-    "uniform": {"verify": "compact", "lens": "uniform"},
-}
 LOOPS = {
     "sync": (False, "auto"),
     "overlap": (True, "auto"),
@@ -50,7 +45,7 @@ class Loop:
 
 def run(mode: str, loop: str) -> Loop:
     overlap, folded = LOOPS[loop]
-    dspark = {"strict": True, **STEADY, **MODES[mode], "folded_accept": folded}
+    dspark = {"strict": True, **STEADY, **CPU_MODES[mode], "folded_accept": folded}
     tokens, accept_len = {}, {}
     with Engine(dspark, async_scheduling=overlap) as engine:
         assert engine.overlaps() is overlap
@@ -66,7 +61,7 @@ def run(mode: str, loop: str) -> Loop:
     return Loop(tokens, accept_len)
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=CPU_MODES)
 def loops(request: pytest.FixtureRequest) -> Iterator[dict[str, Loop]]:
     wanted = [loop for loop in LOOPS if request.param == "static" or "host" not in loop]
     yield {loop: run(request.param, loop) for loop in wanted}

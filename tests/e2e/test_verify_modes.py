@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from engines import (
     COMPARED_TOKENS,
+    CPU_MODES,
     GAMMA,
     STEADY,
     Engine,
@@ -19,12 +20,6 @@ from engines import (
 
 pytestmark = pytest.mark.slow
 
-MODES = {
-    "static": {"verify": "static"},
-    "cap-accept": {"verify": "cap-accept"},
-    "host": {"verify": "compact", "lens": "host"},
-    "uniform": {"verify": "compact", "lens": "uniform"},
-}
 PINS: list[int | float | None] = [None, 0, 1, 0.5]
 PROMPTS = 8
 COUNTERS = ("scheduled", "admitted", "trimmed", "accepted")
@@ -32,14 +27,14 @@ COUNTERS = ("scheduled", "admitted", "trimmed", "accepted")
 Counts = dict[str, int]
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=CPU_MODES)
 def mode(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
 def engine(mode: str) -> Iterator[Engine]:
-    with Engine({"strict": True, **STEADY, **MODES[mode]}) as running:
+    with Engine({"strict": True, **STEADY, **CPU_MODES[mode]}) as running:
         yield running
 
 
