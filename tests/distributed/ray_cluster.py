@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from vllm_dspark.cli.server import CPU_ENVIRONMENT
+from vllm_dspark.metrics_export import DIRECTORY_ENV
 
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 20.0
@@ -42,7 +43,9 @@ class RayCluster:
         self._workers = workers
         self._environment = {
             **CPU_ENVIRONMENT,
-            **os.environ,
+            # A process that has loaded the plugin names its own folder of counters there, and what
+            # a node has set wins over what the server copies to it.
+            **{name: value for name, value in os.environ.items() if name != DIRECTORY_ENV},
             **environment,
             "PYTHONFAULTHANDLER": "1",
             # Ray makes workers nice, so that anything else on the machine would come first.
