@@ -2,14 +2,35 @@
 """The consensus checker: finds the step, names the ranks, and never waits for ever."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from launcher import Launcher
 
-from vllm_dspark.parallel.consensus import EXIT_CODE, ConsensusOptions
+from vllm_dspark.parallel.consensus import EXIT_CODE, ConsensusChecker, ConsensusOptions
+from vllm_dspark.parallel.peer_exchange import PeerError
+from vllm_dspark.parallel.step_record import Decision
 
 SLACK_STEPS = 10
+
+
+class LatePeer:
+    """An exchange whose other rank does `late` in its first swap and then equals this one."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, late: Callable[[], None]) -> None:
+        self._late: Callable[[], None] | None = late
+
+    def swap(self, mine: torch.Tensor) -> torch.Tensor:
+        late, self._late = self._late, None
+        if late is not None:
+            late()
+        return torch.stack([mine, mine])
 
 
 @pytest.mark.parametrize("interval", [1, 7, 32])
@@ -105,6 +126,32 @@ def test_a_step_that_hangs_after_an_audit_has_ended(ranks: Launcher) -> None:
     assert "the audit of the tensor-parallel group has ended" in staying.log
     assert staying.how == f"exit {EXIT_CODE}", staying.log
     assert "rank 0 has not left its step for 3 s" in staying.log
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_waiting_for_a_peer_is_no_stall(stops: bool) -> None:
+    """A rank that waited for its peer gets a step's full time afterwards, again and again."""
+    timeout_s, aborted = 0.6, []
+
+    def late() -> None:
+        time.sleep(0.95 * timeout_s if stops else 1.05 * timeout_s)
+        if not stops:
+            raise PeerError([1], "it is gone")
+
+    options = ConsensusOptions(1, stops, timeout_s, flush_s=0.05, grace_s=0.05)
+    checker = ConsensusChecker(options, LatePeer(late), abort=aborted.append)
+    waited_s = 0.0
+    for step in range(60):
+        checker.begin_step()
+        begin_s = time.monotonic()
+        checker.decided(Decision(step, 1, None, 16, 4, 1, np.ones(1)))
+        if time.monotonic() - begin_s > 0.5 * timeout_s:
+            waited_s = time.monotonic() - begin_s
+            time.sleep(0.3 * timeout_s)
+        checker.end_step()
+    checker.close()
+    assert waited_s > 0, "no step has waited for the peer"
+    assert not aborted
 
 
 def test_an_audit_warns_of_the_first_difference(ranks: Launcher) -> None:

@@ -147,6 +147,7 @@ class ConsensusChecker:
         self._last_round_s = self._last_call_s
         self._oldest: tuple[_Key, float] | None = None
         self._inside = False
+        self._awaits_peers = False
         self._closed = False
         self._error: Exception | None = None
         self._noticed = threading.Event()
@@ -185,10 +186,14 @@ class ConsensusChecker:
             return
         # The thread gives up waiting for peers in time, so this wait is bounded too.
         with self._wake:
+            self._awaits_peers = True
             self._wake.wait_for(
                 lambda: self._steps_pending <= self.options.interval or self._error is not None,
                 self.options.timeout_s + self.options.flush_s,
             )
+            # The step itself begins only now.
+            self._last_call_s = time.monotonic()
+            self._awaits_peers = False
         self.check()
 
     def settled(self, outcome: Outcome) -> None:
@@ -251,7 +256,7 @@ class ConsensusChecker:
             StallError: it has been in one step for too long.
         """
         timeout_s = self.options.timeout_s
-        if not self._inside:
+        if not self._inside or self._awaits_peers:
             return timeout_s
         left_s = self._last_call_s + timeout_s - time.monotonic()
         if left_s <= 0:
