@@ -15,6 +15,7 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_dspark.cli import figures
+from vllm_dspark.cli.provenance import header
 from vllm_dspark.kernels.confidence import confidence
 from vllm_dspark.kernels.markov_step import (
     LaunchOptions,
@@ -161,10 +162,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     document = {
-        "machine": figures.machine() | {"gpu": torch.cuda.get_device_name()},
-        "versions": figures.versions(),
-        "commit": options.commit or figures.commit(),
-        "command": "python benchmarks/markov_step.py",
+        **header(["python", *sys.argv], options.commit),
         "vocabulary": VOCAB,
         "rank": RANK,
         "seconds": round(time.monotonic() - began, 1),

@@ -13,7 +13,6 @@ more alone for larger batches.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import tempfile
 import time
@@ -27,7 +26,8 @@ from vllm_dspark.cli import demo
 from vllm_dspark.cli.calibrate import FITS, Errors, held_out, survivals_under
 from vllm_dspark.cli.costs import step_times
 from vllm_dspark.cli.counters import settled
-from vllm_dspark.cli.figures import commit, machine, versions, write_json
+from vllm_dspark.cli.figures import write_json
+from vllm_dspark.cli.provenance import header
 from vllm_dspark.cli.recorded import Recording, from_files, server_directory
 from vllm_dspark.cli.replay import Table, policy, replay_all
 from vllm_dspark.cli.server import Server
@@ -173,10 +173,7 @@ def main() -> None:
         "prompts": args.prompts,
         "tokens_per_prompt": args.tokens,
         "concurrency": CONCURRENCY,
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        **header(["python", *sys.argv]),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(args.out, record)

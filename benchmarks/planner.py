@@ -19,13 +19,10 @@ process. All figures are medians.
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +30,7 @@ from typing import Any
 
 import numpy as np
 
-import vllm_dspark
-from vllm_dspark.cli.figures import cpu_model
+from vllm_dspark.cli.provenance import header
 from vllm_dspark.core import (
     CalibrationTable,
     CostModel,
@@ -205,36 +201,13 @@ def row(confidence: np.ndarray, requests: int, seconds: float) -> dict[str, Any]
     }
 
 
-def provenance() -> dict[str, Any]:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    head, dirty = git("rev-parse", "--verify", "-q", "HEAD"), git("status", "--porcelain")
-    import vllm
-
-    return {
-        "machine": {
-            "cpu": cpu_model() or platform.processor(),
-            "system": platform.platform(terse=True),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": metadata.version("numpy"),
-            "vllm": getattr(vllm, "__version__", "unknown"),
-            "vllm_dspark": vllm_dspark.__version__,
-        },
-        "commit": f"{head} (uncommitted changes)" if head and dirty else head or "uncommitted",
-        "command": "python " + " ".join(sys.argv),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--seconds", type=float, default=3.0, help="time per batch size")
     options = parser.parse_args()
+    made_by = header(["python", *sys.argv])
     with (ROOT / "demo" / "trace.jsonl").open() as lines:
         confidence = parse_trace(lines).confidence
     rows = [row(confidence, requests, options.seconds) for requests in options.sizes]
@@ -242,7 +215,7 @@ def main() -> int:
         print(json.dumps(entry))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**made_by, "rows": rows}, indent=1) + "\n")
     missed = [r["requests"] for r in rows if r["target_us"] and r["plugin_us"] > r["target_us"]]
     slower = [r["requests"] for r in rows if r["plugin_us"] >= r["native_us"]]
     for label, sizes in (("above its target", missed), ("not faster than native", slower)):

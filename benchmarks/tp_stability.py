@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Soak of a tensor-parallel group that is disturbed all the time, and the price of its agreement.
 
-    python benchmarks/tp_stability.py            # the whole matrix
+    python benchmarks/tp_stability.py            # the whole matrix: two CPU ranks over gloo
     python benchmarks/tp_stability.py --short    # a few runs, for CI
+    python benchmarks/tp_stability.py --tp 8 --batch-sizes 4 8 --consensus 16
+    python benchmarks/tp_stability.py --gpu --tp 8 --batch-sizes 64 96 128 --tokens 1024
 
-A run is one workload at one batch size on a real server with two CPU ranks over gloo. The matrix is
-{overlap, no overlap} x {one server for all runs, a server per run} x protocol x batch size x
-workload. Rank 1's confidences are multiplied by 1 + DRIFT * noise in every step of every run. A run
-fails by
+A run is one workload at one batch size on a real server. The matrix is {overlap, no overlap} x {one
+server for all runs, a server per run} x protocol x batch size x workload. The confidences of the
+last rank, and of the one in the middle where there are more than two, are multiplied by
+1 + DRIFT * noise in every step of every run. A run fails by
 
-* `divergences`: steps in which the ranks did not take the same decision, seen in traces that both
-  ranks write for themselves,
+* `divergences`: steps in which the ranks did not do the same, seen in traces that every rank writes
+  for itself,
 * `hangs` and `errors`: requests that do not come back, or come back with an error,
 * `truncated`: answers with fewer tokens than asked for,
 * `wrong`: greedy answers whose tokens differ from those of an undisturbed server, near ties left
   out.
 
-The price is measured apart, without drift: on one server the sync is on for 16 steps, off for 16
-and so on, and the medians of the two kinds of steps are compared (`step_ratio`). `sync_share` is
-the part of the step that rank 0's host spends in the sync while it is on; it includes waiting for
-the other rank.
+The price is measured apart, without drift: on one server everything is synced twice for 16 steps,
+once for 16 and so on, and the medians of the two kinds of steps are compared: `step_ratio` - 1 is
+the share of a step that one more sync takes, on the device or the host. `sync_share` is the part of
+the step that rank 0's host spends in the sync; it includes waiting for the other ranks.
 """
 
 from __future__ import annotations
@@ -31,25 +33,22 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "distributed"))
+import tp_servers
+import tp_workloads
+from tp_servers import DRIFT, Disturbed, Servers
+from tp_workloads import WORKLOADS, Answer, Request, send
 
-import engine_faults  # noqa: E402
-from engine_group import WORLD, Disturbed, server  # noqa: E402
-from planner import provenance  # noqa: E402
-from tp_workloads import WORKLOADS, Answer, Request, send  # noqa: E402
-
-from vllm_dspark.cli import demo  # noqa: E402
-from vllm_dspark.cli.server import Server, ServerError  # noqa: E402
-from vllm_dspark.cli.traffic import Client, Greedy, read_prompts  # noqa: E402
-from vllm_dspark.metrics_snapshot import (  # noqa: E402
+from vllm_dspark.cli import demo
+from vllm_dspark.cli.provenance import header
+from vllm_dspark.cli.server import Server, ServerError
+from vllm_dspark.cli.traffic import Client, Greedy, read_prompts
+from vllm_dspark.metrics_snapshot import (
     PREFIX,
     Snapshot,
     by_label,
@@ -57,12 +56,10 @@ from vllm_dspark.metrics_snapshot import (  # noqa: E402
     total,
 )
 
-DRIFT = 1e-3
 PROTOCOLS = ("inputs", "outputs")
-BATCH_SIZES = (1, 4, 8)
-READY_S = 300.0
+SHORT_WORKLOADS = ("uneven", "sampled")
 WINDOW_STEPS = 16
-PRICE_REQUESTS = 96
+PRICE_ROUNDS = 12
 FAILURES = ("divergences", "hangs", "errors", "truncated", "wrong")
 
 
@@ -81,89 +78,96 @@ class Cell:
 class Soak:
     """What the runs share."""
 
-    folder: Path
+    servers: Servers
     prompts: list[str]
-    reference: dict[str, list[Answer]]
-    servers: int = 0
+    tokens: int
+    batch_sizes: Sequence[int]
+    protocols: Sequence[str]
+    workloads: Sequence[str]
+    consensus: int
+    reference: dict[str, list[Answer]] = field(default_factory=dict)
 
-    @contextmanager
-    def serve(self, dspark: dict[str, Any], overlap: bool, alternate: int = 0) -> Iterator[Any]:
-        """A ready server and its group."""
-        self.servers += 1
-        folder = self.folder / f"server{self.servers}"
-        folder.mkdir()
-        disturbed = Disturbed(folder)
-        log = folder / "server.log"
-        with server(disturbed, dspark, overlap=overlap, log=log, alternate=alternate) as running:
-            running.wait_ready(READY_S)
-            yield running, disturbed
+    def requests(self, workload: str, batch_size: int) -> list[Request]:
+        """Enough to fill the batch, and four at least."""
+        return tp_workloads.build(workload, self.prompts, max(batch_size, 4), self.tokens)
 
-    def requests(self, cell: Cell) -> list[Request]:
-        """The workload's first requests: enough to fill the batch, and four at least."""
-        return WORKLOADS[cell.workload](self.prompts)[: max(cell.batch_size, 4)]
+    def options(self, protocol: str) -> dict[str, Any]:
+        """Trimmed wherever it gains anything: the most decisions to disagree on."""
+        return {
+            "strict": True,
+            "verify": "compact",
+            "tp_sync": protocol,
+            "min_gain": 0.0,
+            "consensus_interval": self.consensus,
+        }
+
+    @property
+    def fault(self) -> dict[str, Any]:
+        """Drift of the last rank, and of the middle one where there is one."""
+        world = self.servers.world
+        return {"kind": "perturb", "ranks": sorted({world // 2, world - 1}), "size": DRIFT}
+
+    def cells(self, restarts: int) -> list[Cell]:
+        """The runs, those on one server first.
+
+        A server per run is what takes the time, so there each workload is run once per kind of
+        scheduling, `restarts` of them at most, with batch sizes and protocols in turn.
+        """
+        same_server = [
+            Cell(protocol, overlap, False, batch, name)
+            for overlap in (True, False)
+            for protocol in self.protocols
+            for batch in self.batch_sizes
+            for name in self.workloads
+        ]
+        restarted = [
+            Cell(_in_turn(self.protocols, i), overlap, True, _in_turn(self.batch_sizes, i), name)
+            for overlap in (True, False)
+            for i, name in enumerate(self.workloads[:restarts])
+        ]
+        return same_server + restarted
 
 
-def options(protocol: str) -> dict[str, Any]:
-    """Trimmed wherever it gains anything: the most decisions to disagree on."""
-    return {"strict": True, "verify": "compact", "tp_sync": protocol, "min_gain": 0.0}
-
-
-def cells(short: bool) -> list[Cell]:
-    """The runs, those on one server first.
-
-    A server per run is what takes the time, so there each workload is run once per kind of
-    scheduling, with batch sizes and protocols in turn.
-    """
-    protocols, batches = (PROTOCOLS[:1], (4,)) if short else (PROTOCOLS, BATCH_SIZES)
-    names = ("uneven", "sampled") if short else tuple(WORKLOADS)
-    same_server = [
-        Cell(protocol, overlap, False, batch, name)
-        for overlap in (True, False)
-        for protocol in protocols
-        for batch in batches
-        for name in names
-    ]
-    restarted = [
-        Cell(PROTOCOLS[i % 2], overlap, True, BATCH_SIZES[i % 3], name)
-        for overlap in (True, False)
-        for i, name in enumerate(names[:1] if short else names)
-    ]
-    return same_server + restarted
+def _in_turn(values: Sequence[Any], index: int) -> Any:
+    return values[index % len(values)]
 
 
 def run_cell(soak: Soak, cell: Cell, running: Server, disturbed: Disturbed) -> dict[str, Any]:
     """One workload, counted."""
     start_step, begin = disturbed.last_step() + 1, time.monotonic()
-    answers = send(running.url, demo.SERVED_NAME, soak.requests(cell), cell.batch_size)
+    requests = soak.requests(cell.workload, cell.batch_size)
+    answers = send(running.url, demo.SERVED_NAME, requests, cell.batch_size)
     seconds = time.monotonic() - begin
     outcomes = Counter(answer.outcome for answer in answers)
-    different, compared = disturbed.divergences(since=start_step)
+    found = disturbed.compare(since=start_step)
     row = {
         **asdict(cell),
         "seconds": round(seconds, 2),
-        "steps": compared,
-        "divergences": different,
+        "requests": len(requests),
+        "steps": found.steps,
+        "divergences": found.differing,
         "hangs": outcomes["hang"],
         "errors": outcomes["error"],
         "truncated": outcomes["truncated"],
-        "wrong": count_wrong(soak, cell, running, answers) if compared else 0,
+        "wrong": count_wrong(soak, cell, running, requests, answers),
     }
-    if not compared and not outcomes["error"]:
+    # One token is its prompt's; nothing is verified for it.
+    if not found.steps and not outcomes["error"] and max(r.tokens for r in requests) > 1:
         raise RuntimeError(f"{cell}: the ranks left no traces")
     return row
 
 
-def count_wrong(soak: Soak, cell: Cell, running: Server, answers: Sequence[Answer]) -> int:
+def count_wrong(
+    soak: Soak, cell: Cell, running: Server, requests: Sequence[Request], answers: Sequence[Answer]
+) -> int:
     """Greedy answers that are not the undisturbed server's, near ties left out."""
     pairs = [
         (
             Greedy(list(a.prompt_ids), list(a.token_ids)),
             Greedy(list(b.prompt_ids), list(b.token_ids)),
         )
-        for request, a, b in zip(
-            soak.requests(cell), soak.reference[cell.workload], answers, strict=False
-        )
-        if request.temperature == 0 and b.outcome == "ok"
+        for request, a, b in zip(requests, soak.reference[cell.workload], answers, strict=False)
+        if request.temperature == 0 and a.outcome == b.outcome == "ok"
     ]
     if not pairs:
         return 0
@@ -172,24 +176,25 @@ def count_wrong(soak: Soak, cell: Cell, running: Server, answers: Sequence[Answe
     return sum(not difference.near_tie for difference in client.differences(expected, got))
 
 
-def run_matrix(soak: Soak, short: bool) -> Iterator[list[dict[str, Any]]]:
-    """Rows of each server's runs, one server after the other."""
-    for same, group in groupby(cells(short), key=_server_of):
+def run_matrix(soak: Soak, cells: Sequence[Cell], deadline_s: float) -> Iterator[Any]:
+    """Rows of each server's runs, one server after the other; none is started too late."""
+    for same, group in groupby(cells, key=lambda cell: (cell.restart, cell.overlap, cell.protocol)):
         for one_server in [[cell] for cell in group] if same[0] else [list(group)]:
-            yield run_server(soak, one_server)
+            if time.monotonic() > deadline_s:
+                return
+            yield run_server(soak, one_server, deadline_s)
 
 
-def _server_of(cell: Cell) -> tuple[bool, bool, str]:
-    return cell.restart, cell.overlap, cell.protocol
-
-
-def run_server(soak: Soak, group: Sequence[Cell]) -> list[dict[str, Any]]:
+def run_server(soak: Soak, group: Sequence[Cell], deadline_s: float) -> list[dict[str, Any]]:
     """Runs on one server; if it ends, that is an error of every run that it still had to do."""
     rows: list[dict[str, Any]] = []
     try:
-        with soak.serve(options(group[0].protocol), group[0].overlap) as (running, disturbed):
-            disturbed.set_fault({"kind": "perturb", "rank": 1, "size": DRIFT})
+        options = soak.options(group[0].protocol)
+        with soak.servers.plugin(options, overlap=group[0].overlap) as (running, disturbed):
+            disturbed.set_fault(soak.fault)
             for cell in group:
+                if rows and time.monotonic() > deadline_s:
+                    break
                 rows.append(run_cell(soak, cell, running, disturbed))
                 print(json.dumps(rows[-1]), flush=True)
             rows[-1]["values_that_drifted"] = disagreements(
@@ -204,60 +209,79 @@ def run_server(soak: Soak, group: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def write_reference(soak: Soak) -> None:
     """Answers of a server that nobody disturbs."""
-    with soak.serve(options("inputs"), overlap=True) as (running, _):
-        for name, workload in WORKLOADS.items():
-            answers = send(running.url, demo.SERVED_NAME, workload(soak.prompts), 4)
-            soak.reference[name] = answers
+    largest = max(soak.batch_sizes)
+    with soak.servers.plugin(soak.options("inputs")) as (running, _):
+        for name in soak.workloads:
+            requests = soak.requests(name, largest)
+            soak.reference[name] = send(running.url, demo.SERVED_NAME, requests, largest)
 
 
-def price(soak: Soak, protocol: str, short: bool) -> dict[str, Any]:
-    """Step times with the sync on and off, in turn, on one server without drift."""
-    count = PRICE_REQUESTS // (4 if short else 1)
-    requests = [Request(soak.prompts[i % len(soak.prompts)], 48) for i in range(count)]
-    with soak.serve(options(protocol), overlap=True, alternate=WINDOW_STEPS) as served:
-        running, disturbed = served
-        send(running.url, demo.SERVED_NAME, requests[:8], 8)
-        before = sync_totals(parse_exposition(running.metrics_text()))
-        start = disturbed.last_step() + 1
-        answers = send(running.url, demo.SERVED_NAME, requests, 8)
-        failed = [answer for answer in answers if answer.outcome != "ok"]
-        if failed:
-            raise RuntimeError(running.with_log(f"{protocol}: {failed[0]}"))
-        time.sleep(1.5)
-        counters = parse_exposition(running.metrics_text())
-        after, drifted = sync_totals(counters), disagreements(counters)
-        steps = [step for step in disturbed.steps()[0].values() if step["step"] >= start]
+def price(
+    servers: Servers,
+    options: dict[str, Any],
+    prompts: Sequence[str],
+    tokens: int,
+    batch_sizes: Sequence[int],
+    rounds: int,
+) -> dict[int, dict[str, Any]]:
+    """Step times with everything synced twice and once, in turn, on one server without drift.
+
+    Returns:
+        By batch size; each is filled `rounds` times.
+    """
+    with servers.plugin(options, alternate=WINDOW_STEPS) as served:
+        return {batch: _price_at(*served, prompts, tokens, batch, rounds) for batch in batch_sizes}
+
+
+def _price_at(
+    running: Server,
+    disturbed: Disturbed,
+    prompts: Sequence[str],
+    tokens: int,
+    batch: int,
+    rounds: int,
+) -> dict[str, Any]:
+    requests = tp_workloads.build("even", prompts, batch * rounds, tokens)
+    send(running.url, demo.SERVED_NAME, requests[:batch], batch)
+    before = sync_totals(running, disturbed.world)
+    start = disturbed.last_step() + 1
+    answers = send(running.url, demo.SERVED_NAME, requests, batch)
+    failed = [answer for answer in answers if answer.outcome != "ok"]
+    if failed:
+        raise RuntimeError(running.with_log(f"batch size {batch}: {failed[0]}"))
+    time.sleep(1.5)
+    after = sync_totals(running, disturbed.world)
+    steps = [step for step in disturbed.steps()[0].values() if step["step"] >= start]
     full = max(step["requests"] for step in steps)
     times: dict[bool, list[float]] = {True: [], False: []}
     for one, other in zip(steps, steps[1:], strict=False):
-        on = engine_faults.synced(one["step"], WINDOW_STEPS)
-        inside = engine_faults.synced(other["step"], WINDOW_STEPS) == on
+        twice = tp_servers.synced_twice(one["step"], WINDOW_STEPS)
+        inside = tp_servers.synced_twice(other["step"], WINDOW_STEPS) == twice
         if inside and other["step"] == one["step"] + 1 and one["requests"] == full:
-            times[on].append((other["at_s"] - one["at_s"]) * 1e3)
-    on_ms, off_ms = median(times[True]), median(times[False])
-    synced_steps = sum(engine_faults.synced(step["step"], WINDOW_STEPS) for step in steps)
-    sync_ms = [(after[r][0] - before[r][0]) * 1e3 / synced_steps for r in range(WORLD)]
+            times[twice].append((other["at_s"] - one["at_s"]) * 1e3)
+    twice_ms, once_ms = median(times[True]), median(times[False])
+    syncs = sum(1 + tp_servers.synced_twice(step["step"], WINDOW_STEPS) for step in steps)
+    sync_ms = [(b[0] - a[0]) * 1e3 / syncs for a, b in zip(before, after, strict=True)]
     return {
         "requests_per_step": full,
-        "steps_on": len(times[True]),
-        "steps_off": len(times[False]),
-        "step_on_ms": round(on_ms, 3),
-        "step_off_ms": round(off_ms, 3),
-        "step_ratio": round(on_ms / off_ms, 4),
-        "values_that_drifted": drifted,
-        "messages_per_step": round((after[0][1] - before[0][1]) / synced_steps, 3),
+        "steps_twice": len(times[True]),
+        "steps_once": len(times[False]),
+        "step_twice_ms": round(twice_ms, 3),
+        "step_once_ms": round(once_ms, 3),
+        "step_ratio": round(twice_ms / once_ms, 4),
+        "messages_per_step": round((after[0][1] - before[0][1]) / syncs, 3),
         "sync_ms_by_rank": [round(value, 3) for value in sync_ms],
-        "sync_share": round(sync_ms[0] / on_ms, 4),
+        "sync_share": round(sync_ms[0] / once_ms, 4),
     }
 
 
-def sync_totals(metrics: Snapshot) -> dict[int, tuple[float, float]]:
+def sync_totals(running: Server, world: int) -> list[tuple[float, float]]:
     """Seconds in the sync and messages, by rank."""
+    metrics = parse_exposition(running.metrics_text())
     seconds, messages = (
         by_label(metrics, f"{PREFIX}sync_{unit}_total", "rank") for unit in ("seconds", "messages")
     )
-    ranks = {rank: str(rank) for rank in range(WORLD)}
-    return {r: (seconds.get(name, 0.0), messages.get(name, 0.0)) for r, name in ranks.items()}
+    return [(seconds.get(str(r), 0.0), messages.get(str(r), 0.0)) for r in range(world)]
 
 
 def disagreements(metrics: Snapshot) -> int:
@@ -265,44 +289,84 @@ def disagreements(metrics: Snapshot) -> int:
     return int(total(metrics, PREFIX + "rank_disagreements_total"))
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="a few runs instead of all")
-    parser.add_argument("--out", type=Path, help="JSON file; none is written without it")
-    parser.add_argument("--logs", type=Path, help="new folder for logs and traces that stays")
-    arguments = parser.parse_args()
-    started = provenance()
-    prompts = read_prompts(demo.DEMO_FOLDER / "prompts.jsonl", 8)
+    tp_servers.add_arguments(parser)
+    add = parser.add_argument
+    add("--short", action="store_true", help="a few runs instead of all")
+    add("--batch-sizes", type=int, nargs="+", default=[1, 4, 8])
+    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    add("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
+    add("--tokens", type=int, default=32, help="of the longest output")
+    add("--consensus", type=int, default=0, help="steps between two checks of the ranks; 0: none")
+    add("--restarts", type=int, default=len(WORKLOADS), help="servers of one run, per scheduling")
+    add("--minutes", type=float, default=600.0, help="no run begins later")
+    options = parser.parse_args()
+    if options.short:
+        options.batch_sizes, options.workloads = [4], list(SHORT_WORKLOADS)
+        options.protocols, options.restarts = list(PROTOCOLS[:1]), 1
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    deadline_s = time.monotonic() + 60.0 * options.minutes
+    made_by = header(["python", *sys.argv], options.commit)
+    largest = max(options.batch_sizes)
+    prompts = read_prompts(demo.DEMO_FOLDER / "prompts.jsonl", min(max(largest, 8), 100))
     with tempfile.TemporaryDirectory(prefix="dspark-tp-") as temporary:
-        folder = arguments.logs or Path(temporary)
+        folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        soak = Soak(folder, prompts, {})
+        # Room for the longest prompt and the longest output, and a power of two of requests.
+        seqs, length = max(largest, 8), 2048 if options.tokens > 512 else 1024
+        servers = tp_servers.from_arguments(options, folder, seqs, length)
+        soak = Soak(
+            servers,
+            prompts,
+            options.tokens,
+            options.batch_sizes,
+            options.protocols,
+            options.workloads,
+            options.consensus,
+        )
         write_reference(soak)
-        prices = {name: price(soak, name, arguments.short) for name in PROTOCOLS}
+        rounds = PRICE_ROUNDS // (4 if options.short else 1)
+        prices = {
+            name: price(servers, soak.options(name), prompts, 48, [largest], rounds)[largest]
+            for name in options.protocols
+        }
         print(json.dumps(prices), flush=True)
+        cells = soak.cells(options.restarts)
         rows: list[dict[str, Any]] = []
-        for new in run_matrix(soak, arguments.short):
+        for new in run_matrix(soak, cells, deadline_s):
             rows += new
             # After every server, so that an interrupted soak leaves what it found.
-            document = summary(started, rows, prices, len(cells(arguments.short)))
-            if arguments.out is not None:
+            document = summary(made_by, soak, rows, prices, len(cells))
+            if options.out is not None:
                 text = json.dumps(document, indent=1) + "\n"
-                arguments.out.write_text(text, encoding="utf-8")
+                options.out.write_text(text, encoding="utf-8")
     print(json.dumps({key: document[key] for key in ("runs", *FAILURES, "sync_share")}))
     return 1 if any(document[name] for name in FAILURES) else 0
 
 
 def summary(
-    started: dict[str, Any], rows: list[dict[str, Any]], prices: dict[str, Any], planned: int
+    made_by: dict[str, Any],
+    soak: Soak,
+    rows: list[dict[str, Any]],
+    prices: dict[str, Any],
+    planned: int,
 ) -> dict[str, Any]:
     """The result file for the runs so far."""
     return {
-        **started,
+        **made_by,
+        "tp": soak.servers.world,
+        "devices": "gpu" if soak.servers.on_gpu else "cpu",
         "runs": len(rows),
         "planned_runs": planned,
         **{name: sum(row[name] for row in rows) for name in FAILURES},
         "steps_compared": sum(row.get("steps", 0) for row in rows),
-        "drift": DRIFT,
+        "drift": soak.fault,
+        "consensus_interval": soak.consensus,
         "sync_share": {name: found["sync_share"] for name, found in prices.items()},
         "sync_price": prices,
         "rows": rows,

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads of the stability run: fixed lists of requests, and what became of each."""
+"""Workloads of the tensor-parallel runs: fixed lists of requests, and what became of each.
+
+A workload is a function of prompts and of the longest output; it gives one request per prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any
 
 from openai import APITimeoutError, OpenAI
 
 REQUEST_LIMIT_S = 300.0
-"""A request that takes longer is a hang."""
+LONG_PROMPT_CHARACTERS = 1200
 
 
 @dataclass(frozen=True)
@@ -22,11 +27,17 @@ class Request:
     tokens: int
     temperature: float = 0.0
     seed: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More keys of the completion request."""
+    delay_s: float = 0.0
+    """It is sent so long after its turn."""
+    leaves: bool = False
+    """The client goes away after the first piece of the answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`outcome` is ok, hang, error or truncated."""
+    """`outcome` is ok, hang, error, truncated or left (the client went away as planned)."""
 
     outcome: str
     token_ids: tuple[int, ...] = ()
@@ -34,63 +45,123 @@ class Answer:
     detail: str = ""
 
 
-Workload = Callable[[Sequence[str]], list[Request]]
+Workload = Callable[[Sequence[str], int], list[Request]]
 
 
-def even(prompts: Sequence[str]) -> list[Request]:
+def even(prompts: Sequence[str], tokens: int) -> list[Request]:
     """Greedy, all equally long."""
-    return [Request(prompt, 32) for prompt in prompts]
+    return [Request(prompt, tokens) for prompt in prompts]
 
 
-def uneven(prompts: Sequence[str]) -> list[Request]:
-    """Greedy, from 4 to 60 tokens, so that batches grow and shrink and prefills mix in."""
-    return [Request(prompt, 4 + 8 * (i % 8)) for i, prompt in enumerate(prompts)]
+def uneven(prompts: Sequence[str], tokens: int) -> list[Request]:
+    """Greedy, from an eighth of the tokens to all, so that batches shrink and prefills mix in."""
+    return [Request(prompt, max(tokens * (1 + i % 8) // 8, 1)) for i, prompt in enumerate(prompts)]
 
 
-def long_prompts(prompts: Sequence[str]) -> list[Request]:
+def long_prompts(prompts: Sequence[str], tokens: int) -> list[Request]:
     """Greedy after several prompts in one: steps that verify and prefill together."""
-    return [
-        Request("\n".join([*prompts[i:], *prompts[:i]])[:1200], 24) for i in range(len(prompts))
-    ]
+    joined = ["\n".join([*prompts[i:], *prompts[:i]]) for i in range(len(prompts))]
+    return [Request(text[:LONG_PROMPT_CHARACTERS], max(tokens // 2, 1)) for text in joined]
 
 
-def sampled(prompts: Sequence[str]) -> list[Request]:
+def short(prompts: Sequence[str], tokens: int) -> list[Request]:
+    """Greedy, one to four tokens: requests come and go in every step."""
+    return [Request(prompt, 1 + i % 4) for i, prompt in enumerate(prompts)]
+
+
+def staggered(prompts: Sequence[str], tokens: int) -> list[Request]:
+    """Greedy, one after the other, so that the batch grows request by request."""
+    return [Request(prompt, tokens, delay_s=0.02 * i) for i, prompt in enumerate(prompts)]
+
+
+def one_prompt(prompts: Sequence[str], tokens: int) -> list[Request]:
+    """Greedy, the same prompt everywhere: confidences tie between requests."""
+    return [Request(prompts[0], tokens) for _ in prompts]
+
+
+def sampled(prompts: Sequence[str], tokens: int) -> list[Request]:
     """Temperature 0.8; every other request is greedy."""
     return [
-        Request(prompt, 32, 0.8 if i % 2 else 0.0, seed=i if i % 2 else None)
+        Request(prompt, tokens, 0.8 if i % 2 else 0.0, seed=i if i % 2 else None)
         for i, prompt in enumerate(prompts)
     ]
+
+
+def nucleus(prompts: Sequence[str], tokens: int) -> list[Request]:
+    """Sampled from the 40 best tokens with 0.9 of the mass."""
+    options = {"top_p": 0.9, "extra_body": {"top_k": 40}}
+    return [Request(prompt, tokens, 1.0, i, options) for i, prompt in enumerate(prompts)]
+
+
+def logprobs(prompts: Sequence[str], tokens: int) -> list[Request]:
+    """Greedy; every other request wants the three best tokens."""
+    return [
+        Request(prompt, tokens, options={"logprobs": 3} if i % 2 else {})
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def leaving(prompts: Sequence[str], tokens: int) -> list[Request]:
+    """Greedy; the clients of every third request go away early."""
+    return [Request(prompt, tokens, leaves=i % 3 == 2) for i, prompt in enumerate(prompts)]
 
 
 WORKLOADS: dict[str, Workload] = {
     "even": even,
     "uneven": uneven,
     "long prompts": long_prompts,
+    "short": short,
+    "staggered": staggered,
+    "one prompt": one_prompt,
     "sampled": sampled,
+    "nucleus": nucleus,
+    "logprobs": logprobs,
+    "leaving": leaving,
 }
 
 
-def send(url: str, model: str, requests: Sequence[Request], concurrency: int) -> list[Answer]:
-    """What became of `requests`, `concurrency` of them at a time."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=REQUEST_LIMIT_S, max_retries=0)
+def build(name: str, prompts: Sequence[str], count: int, tokens: int) -> list[Request]:
+    """`count` requests of a workload; prompts come again where there are fewer."""
+    return WORKLOADS[name](list(islice(cycle(prompts), count)), tokens)
+
+
+def send(
+    url: str,
+    model: str,
+    requests: Sequence[Request],
+    concurrency: int,
+    limit_s: float = REQUEST_LIMIT_S,
+) -> list[Answer]:
+    """What became of `requests`, `concurrency` of them at a time; one of `limit_s` is a hang."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=limit_s, max_retries=0)
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda request: _one(client, model, request), requests))
 
 
 def _one(client: Any, model: str, request: Request) -> Answer:
+    time.sleep(request.delay_s)
+    options = dict(request.options)
+    body = {"return_token_ids": True, "ignore_eos": True, **options.pop("extra_body", {})}
     try:
-        choice = client.completions.create(
+        answer = client.completions.create(
             model=model,
             prompt=request.prompt,
             max_tokens=request.tokens,
             temperature=request.temperature,
             seed=request.seed,
-            extra_body={"return_token_ids": True, "ignore_eos": True},
-        ).choices[0]
+            stream=request.leaves,
+            extra_body=body,
+            **options,
+        )
+        if request.leaves:
+            next(iter(answer))
+            answer.close()
+            return Answer("left")
     except APITimeoutError as error:
         return Answer("hang", detail=str(error))
     except Exception as error:
         return Answer("error", detail=f"{type(error).__name__}: {error}")
+    choice = answer.choices[0]
     complete = len(choice.token_ids) == request.tokens
     return Answer(
         "ok" if complete else "truncated", tuple(choice.token_ids), tuple(choice.prompt_token_ids)

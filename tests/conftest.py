@@ -8,7 +8,6 @@ facts of their own through the fixture `facts`.
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,15 @@ import pytest
 class Summary:
     """Counts outcomes and keeps facts; writes both to `path`."""
 
-    def __init__(self, path: Path, command: str, commit: str | None) -> None:
-        from vllm_dspark.cli import figures
+    def __init__(self, path: Path, command: list[str], commit: str | None) -> None:
+        from vllm_dspark.cli import provenance
 
         self._path, self._start = path, time.monotonic()
         self.facts: dict[str, Any] = {"jit_events_in_traffic": 0, "modes": {}}
         self._outcomes = {"passed": 0, "failed": 0, "skipped": 0}
         self._failures: list[str] = []
         self._header = {
-            "machine": figures.machine() | {"gpu": _gpu()},
-            "versions": figures.versions(),
-            "commit": commit or figures.commit(),
-            "command": command,
+            **provenance.header(command, commit),
         }
         self.write()
 
@@ -61,12 +57,6 @@ class Summary:
         self._path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def _gpu() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", metavar="FILE", help="write what the run found to FILE (JSON)")
     parser.addoption("--commit", help="commit of the tree for --summary, where there is no git")
@@ -80,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--summary")
     if path is not None:
         given = [word for word in config.invocation_params.args if isinstance(word, str)]
-        command = shlex.join(["pytest", *given]).replace(f"{config.rootpath}/", "")
+        command = [word.replace(f"{config.rootpath}/", "") for word in ("pytest", *given)]
         config.pluginmanager.register(
             Summary(Path(path), command, config.getoption("--commit")), "summary"
         )

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server with two tensor-parallel ranks on a CPU that can be disturbed and compared."""
+"""A real tensor-parallel server that can be disturbed, and whose ranks can be compared."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +27,21 @@ MAX_NUM_SEQS = 8
 READY_S = 240.0
 SETTLE_LIMIT_S = 20.0
 PROMPTS, TOKENS, CONCURRENCY = 8, 32, 4
+STACKS_S = 1.0
+FIELDS = ("budget", "running", "graph", "lens", "drafts", "committed")
+"""Of a traced step, equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the ranks of a server did the same steps."""
+
+    steps: int
+    """Steps that every rank has traced."""
+    differing: int
+    """Steps in which some rank did something else than rank 0."""
+    by_field: Counter[str]
+    """Differing steps by what differed."""
 
 
 @dataclass
@@ -31,6 +49,7 @@ class Disturbed:
     """Folder of one server: the fault of the moment, and the traces."""
 
     folder: Path
+    world: int = WORLD
 
     @property
     def fault_file(self) -> Path:
@@ -55,21 +74,22 @@ class Disturbed:
         (info / "entry_points.txt").write_text(
             "[vllm.general_plugins]\ndspark_test_faults = engine_faults:register\n"
         )
-        traces = self.folder / "traces"
-        traces.mkdir(exist_ok=True)
+        self._traces.mkdir(exist_ok=True)
         paths = [str(info.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         return {
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             engine_faults.FAULT_FILE: str(self.fault_file),
-            engine_faults.TRACE_FOLDER: str(traces),
+            engine_faults.TRACE_FOLDER: str(self._traces),
             engine_faults.ALTERNATE: str(alternate),
         }
 
     def steps(self) -> list[dict[int, dict[str, Any]]]:
         """What each rank did, by step; one list entry per rank."""
         ranks = []
-        for rank in range(WORLD):
-            lines = [line for file in self._traces(rank) for line in file.read_text().splitlines()]
+        for rank in range(self.world):
+            lines = [
+                line for file in self._files(rank, "jsonl") for line in file.read_text().split("\n")
+            ]
             steps: dict[int, dict[str, Any]] = {}
             for line in lines:
                 # The last line of a server that was killed may be cut off.
@@ -84,24 +104,46 @@ class Disturbed:
         """Processes of the ranks that have built their planner, by rank."""
         return {
             rank: int(file.stem.partition("-")[2])
-            for rank in range(WORLD)
-            for file in self._traces(rank)
+            for rank in range(self.world)
+            for file in self._files(rank, "jsonl")
         }
 
-    def _traces(self, rank: int) -> list[Path]:
-        return list((self.folder / "traces").glob(f"rank{rank}-*.jsonl"))
+    def stacks(self) -> dict[int, str]:
+        """Where the threads of every rank that still runs are, by rank."""
+        pids = self.pids()
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(STACKS_S)
+        return {
+            rank: "".join(file.read_text() for file in self._files(rank, "stacks")) for rank in pids
+        }
 
-    def divergences(self, since: int = 0) -> tuple[int, int]:
-        """Steps that differ between the ranks from step `since` on, and steps compared."""
-        one, other = self.steps()
-        common = [step for step in one.keys() & other.keys() if step >= since]
-        fields = ("budget", "tokens", "graph", "lens", "drafts", "committed")
-        # A rank may be about to write what the step has committed.
-        differing = sum(
-            any(one[s][f] != other[s][f] for f in fields if f in one[s] and f in other[s])
-            for s in common
-        )
-        return differing, len(common)
+    @property
+    def _traces(self) -> Path:
+        return self.folder / "traces"
+
+    def _files(self, rank: int, kind: str) -> list[Path]:
+        return list(self._traces.glob(f"rank{rank}-*.{kind}"))
+
+    def compare(self, since: int = 0) -> Comparison:
+        """Steps from `since` on. What a rank has not yet traced of a step is left out."""
+        first, *others = self.steps()
+        common = {step for step in first if step >= since}.intersection(*others)
+        by_field: Counter[str] = Counter()
+        differing = 0
+        for step in common:
+            wrong = {
+                field
+                for other in others
+                for field in FIELDS
+                if field in first[step]
+                and field in other[step]
+                and first[step][field] != other[step][field]
+            }
+            by_field.update(wrong)
+            differing += bool(wrong)
+        return Comparison(len(common), differing, by_field)
 
     def last_step(self) -> int:
         """Latest step that rank 0 has traced, -1 before the first."""
@@ -130,9 +172,9 @@ class Group:
             self.disturbed.set_fault(None)
         differences = self.client.differences(self.undisturbed, written)
         assert all(difference.near_tie for difference in differences), differences
-        different, compared = self.disturbed.divergences(since=start)
-        assert compared > TOKENS / 8
-        assert different == 0
+        found = self.disturbed.compare(since=start)
+        assert found.steps > TOKENS / 8
+        assert found.differing == 0, found
         steps = self.disturbed.steps()[0].values()
         assert sum(step["budget"] is not None for step in steps) > len(steps) / 2, "nothing trimmed"
 
@@ -189,7 +231,7 @@ def server(
     options = demo.pair_options(
         dspark=dspark,
         max_num_seqs=MAX_NUM_SEQS,
-        extra=("--tensor-parallel-size", str(WORLD), scheduling, *extra),
+        extra=("--tensor-parallel-size", str(disturbed.world), scheduling, *extra),
     )
     if speculative is not None:
         options = replace(options, speculative={**(options.speculative or {}), **speculative})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of one node for tests, with room for CPU workers.
+"""A Ray cluster of one node, with room for CPU workers unless it has GPUs.
 
 `ray stop` ends every Ray process of the machine, so the node runs in the foreground of a session of
 its own and ends with it. A token keeps others from running code in it.
@@ -37,12 +37,13 @@ class RayCluster:
     Args:
         workers: logical GPUs that it offers.
         environment: variables of its processes, which its workers inherit.
+        on_gpu: they are real ones.
     """
 
-    def __init__(self, workers: int, environment: dict[str, str]) -> None:
+    def __init__(self, workers: int, environment: dict[str, str], on_gpu: bool = False) -> None:
         self._workers = workers
         self._environment = {
-            **CPU_ENVIRONMENT,
+            **({} if on_gpu else CPU_ENVIRONMENT),
             # A process that has loaded the plugin names its own folder of counters there, and what
             # a node has set wins over what the server copies to it.
             **{name: value for name, value in os.environ.items() if name != DIRECTORY_ENV},

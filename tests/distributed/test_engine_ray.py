@@ -75,8 +75,8 @@ def test_ray_workers_write_the_same_tokens_and_agree(
     group = Group(disturbed, served, FEW_PROMPTS)
     differences = group.client.differences(without_ray, group.undisturbed)
     assert all(difference.near_tie for difference in differences), differences
-    group.check_disturbed({"kind": "perturb", "rank": 1, "size": 1e-2})
-    group.check_disturbed({"kind": "flip", "rank": 1, "every": 2})
+    group.check_disturbed({"kind": "perturb", "ranks": [1], "size": 1e-2})
+    group.check_disturbed({"kind": "flip", "ranks": [1], "every": 2})
 
     assert "RayWorkerProc" in served.log_path.read_text()
     workers = disturbed.pids()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 MESSAGES = "vllm:dspark_sync_messages_total"
 FEW_PROMPTS, SAMPLED_TOKENS = 4, 16
-COMMIT = {"kind": "commit", "rank": 1, "every": 2}
+COMMIT = {"kind": "commit", "ranks": [1], "every": 2}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
 
 
 @pytest.mark.parametrize(
-    "fault", [COMMIT, {"kind": "flip", "rank": 1}], ids=["committed", "drafts"]
+    "fault", [COMMIT, {"kind": "flip", "ranks": [1]}], ids=["committed", "drafts"]
 )
 def test_greedy_tokens_stay_the_same(group: Group, fault: dict[str, object]) -> None:
     group.check_disturbed(fault)
@@ -48,7 +48,7 @@ def test_greedy_tokens_stay_the_same(group: Group, fault: dict[str, object]) -> 
 
 @pytest.mark.parametrize(
     "fault",
-    [COMMIT, {"kind": "flip", "rank": 1}, {"kind": "perturb", "rank": 1, "size": 1e-2}],
+    [COMMIT, {"kind": "flip", "ranks": [1]}, {"kind": "perturb", "rank": 1, "size": 1e-2}],
     ids=["committed", "drafts", "confidences"],
 )
 def test_sampled_tokens_are_those_of_rank_0_everywhere(
@@ -61,9 +61,9 @@ def test_sampled_tokens_are_those_of_rank_0_everywhere(
     finally:
         group.disturbed.set_fault(None)
     assert lengths == [SAMPLED_TOKENS] * FEW_PROMPTS
-    different, compared = group.disturbed.divergences(since=start)
-    assert compared > SAMPLED_TOKENS / 8
-    assert different == 0
+    found = group.disturbed.compare(since=start)
+    assert found.steps > SAMPLED_TOKENS / 8
+    assert found.differing == 0, found
     steps = group.disturbed.steps()[1]
     assert any(len(ids) > 1 for s in steps if s >= start for ids in steps[s]["committed"])
 
@@ -89,7 +89,7 @@ def test_an_audit_counts_every_site(tmp_path: Path) -> None:
         write(client, FEW_PROMPTS)
         assert by_label(running, counter, "site") == {}
         for fault in ({"kind": "perturb", "size": 0.3}, {"kind": "flip"}, COMMIT):
-            disturbed.set_fault({"rank": 1, **fault})
+            disturbed.set_fault({"ranks": [1], **fault})
             write(client, FEW_PROMPTS)
         sites = by_label(running, counter, "site", every_site)
         ranks = by_label(running, counter, "rank")

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.slow
 
 TRIMMED: dict[str, Any] = {"strict": True, "verify": "compact", "min_gain": 0.0}
 FAULTS = {
-    "drift 1e-6": {"kind": "perturb", "rank": 1, "size": 1e-6},
-    "drift 1e-2": {"kind": "perturb", "rank": 1, "size": 1e-2},
-    "no confidences": {"kind": "missing", "rank": 1, "every": 3},
-    "NaN": {"kind": "nan", "rank": 1, "every": 2},
-    "flipped draft": {"kind": "flip", "rank": 1, "every": 2},
-    "late rank": {"kind": "late", "rank": 1, "size": 0.02},
-    "NaN on rank 0": {"kind": "nan", "rank": 0, "every": 2},
+    "drift 1e-6": {"kind": "perturb", "ranks": [1], "size": 1e-6},
+    "drift 1e-2": {"kind": "perturb", "ranks": [1], "size": 1e-2},
+    "no confidences": {"kind": "missing", "ranks": [1], "every": 3},
+    "NaN": {"kind": "nan", "ranks": [1], "every": 2},
+    "flipped draft": {"kind": "flip", "ranks": [1], "every": 2},
+    "late rank": {"kind": "late", "ranks": [1], "size": 0.02},
+    "NaN on rank 0": {"kind": "nan", "ranks": [0], "every": 2},
 }
 
 
@@ -50,19 +50,19 @@ def test_a_disturbed_group_writes_the_same_tokens(group: Group, name: str) -> No
     [
         pytest.param(
             {"tp_sync": "off"},
-            {"kind": "perturb", "rank": 1, "size": 0.3},
+            {"kind": "perturb", "ranks": [1], "size": 0.3},
             "budget|tier_tokens|verify_lens",
             id="no sync",
         ),
         pytest.param(
             {"tp_sync_sites": ["plan", "lens"]},
-            {"kind": "flip", "rank": 1},
+            {"kind": "flip", "ranks": [1]},
             "drafts",
             id="drafts not synced",
         ),
         pytest.param(
             {"tp_sync_sites": ["plan", "lens", "draft"]},
-            {"kind": "commit", "rank": 1},
+            {"kind": "commit", "ranks": [1]},
             "committed",
             id="accepted tokens not synced",
         ),

@@ -552,11 +552,6 @@ def test_engines_alive_together_take_turns(tmp_path: Path, monkeypatch: pytest.M
     assert not job.alone
 
 
-def test_recorded_commands_hold_no_folders_of_the_machine() -> None:
-    command = serving._command(["--systems", "plugin:{}", "-o", "/home/someone/x.json"])
-    assert command == "python benchmarks/serving.py --systems 'plugin:{}' -o x.json"
-
-
 def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
 

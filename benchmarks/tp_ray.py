@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensor-parallel server on a Ray cluster of one node: tokens, a clean end, a killed worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openai import OpenAIError
+from tp_servers import Disturbed, RayCluster, Servers, wait_for_end
+
+from vllm_dspark.cli import demo
+from vllm_dspark.cli.server import Server
+from vllm_dspark.cli.traffic import Client, Greedy
+
+RAY = ("--distributed-executor-backend", "ray")
+PROMPTS, TOKENS, CONCURRENCY = 8, 64, 4
+LONG_TOKENS, KILL_AFTER_S = 900, 1.0
+END_S, FAILURE_S, RAY_LIMIT_S = 30.0, 90.0, 600.0
+
+
+def ray_part(
+    servers: Servers, prompts: Sequence[str], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Compares with the same server outside Ray; `ray_ok` if everything is as it should be."""
+    prompts = list(prompts[:PROMPTS])
+    with servers.plugin(options) as (running, _):
+        expected = _write(running, prompts)
+    found = _served(servers, options, prompts, expected) | _killed(servers, options, prompts[0])
+    found["ray_ok"] = (
+        found["wrong"] == found["mismatches"] == 0
+        and found["steps"] > 0
+        and found["workers_left"] == found["workers_left_after_kill"] == 0
+        and found["killed_worker"] == "error"
+    )
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def _write(running: Server, prompts: list[str]) -> list[Greedy]:
+    client = Client(running.url, demo.SERVED_NAME)
+    return client.greedy_all(prompts, TOKENS, CONCURRENCY)[0]
+
+
+def _served(
+    servers: Servers, options: Mapping[str, Any], prompts: list[str], expected: list[Greedy]
+) -> dict[str, Any]:
+    """Tokens and steps of a server on Ray, and what is left of it after its end."""
+    disturbed = servers.new_folder()
+    with _cluster(servers, disturbed) as cluster:
+        environment = cluster.environment
+        with servers.plugin(
+            options, extra=RAY, environment=environment, disturbed=disturbed
+        ) as served:
+            running, _ = served
+            with cluster.limit(RAY_LIMIT_S, lambda: disturbed.pids().values()):
+                got = _write(running, prompts)
+                client = Client(running.url, demo.SERVED_NAME)
+                differences = client.differences(expected, got)
+            compared, workers = disturbed.compare(), list(disturbed.pids().values())
+        left = wait_for_end(workers, END_S)
+    return {
+        "steps": compared.steps,
+        "mismatches": compared.differing,
+        "near_ties": sum(difference.near_tie for difference in differences),
+        "wrong": sum(not difference.near_tie for difference in differences),
+        "workers_left": len(left),
+    }
+
+
+def _killed(servers: Servers, options: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    """What a client sees when a worker dies while it waits: an error, or nothing (a hang)."""
+    disturbed = servers.new_folder()
+    with _cluster(servers, disturbed) as cluster:
+        environment = cluster.environment
+        with servers.plugin(
+            options, extra=RAY, environment=environment, disturbed=disturbed
+        ) as served:
+            running, _ = served
+            client = Client(running.url, demo.SERVED_NAME)
+            client.greedy(prompt, 4)
+            workers, begin = disturbed.pids(), time.monotonic()
+            last = workers[servers.world - 1]
+            killing = threading.Timer(KILL_AFTER_S, os.kill, (last, signal.SIGKILL))
+            killing.start()
+            seen = "an answer"
+            with cluster.limit(FAILURE_S, lambda: workers.values()):
+                try:
+                    client.greedy(prompt, LONG_TOKENS)
+                except OpenAIError:
+                    seen = "error"
+            killing.join()
+            seconds = time.monotonic() - begin
+            left = wait_for_end([pid for pid in workers.values() if pid != last], END_S)
+    return {
+        "killed_worker": seen,
+        "killed_worker_seconds": round(seconds, 1),
+        "workers_left_after_kill": len(left),
+    }
+
+
+def _cluster(servers: Servers, disturbed: Disturbed) -> RayCluster:
+    return RayCluster(servers.world, disturbed.environment(), servers.on_gpu)
