@@ -200,6 +200,28 @@ def test_without_dspark_every_call_goes_to_the_host(
     assert session._sessions == {}
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_meet_before_anything_is_loaded(
+    runner: ModuleType, host: Recorder, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """A rank that is not there is found out now, and what the meeting costs is seen by the host."""
+    from vllm.distributed import parallel_state
+
+    from vllm_dspark.engine import assembly
+
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: "group")
+    met: list[Any] = []
+    monkeypatch.setattr(
+        assembly, "meet", lambda config, *given: met.append((config.records, *given, host.names))
+    )
+    install.bind(runner)
+    config = configuration(records=3)
+    config.parallel_config.tensor_parallel_size = ranks
+    take_over(runner, host, config)
+    assert met == ([(3, "group", "device", [])] if ranks > 1 else [])
+    assert host.names == ["init_speculator"]
+
+
 # ---------------------------------------------------------------------- missing hooks
 
 

@@ -19,13 +19,22 @@ from vllm_dspark.parallel.tp_sync import InputsSync, OutputsSync
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Arguments of the roll call; neither it nor the checker meets other ranks here."""
+def met(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be said to other ranks: the roll call's arguments, and groups that connect."""
     calls: list[Any] = []
     monkeypatch.setattr(assembly, "default_store", lambda: "store")
     monkeypatch.setattr(assembly, "call_roll", lambda *args: calls.append(args))
-    monkeypatch.setattr(assembly, "open_checker", lambda *args: None)
+    monkeypatch.setattr(assembly, "connect", lambda *args: calls.append(("connected", *args)))
     return calls
+
+
+@pytest.fixture(autouse=True)
+def no_checker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "open_checker", lambda *args: None)
+
+
+def group_of(world: int, rank: int = 0) -> Any:
+    return SimpleNamespace(rank_in_group=rank, world_size=world, ranks=list(range(world)))
 
 
 def open_agreement(
@@ -38,11 +47,11 @@ def open_agreement(
     config = DSparkConfig.parse(dspark)
     writer = SimpleNamespace(observe_sync=None, observe_disagreement=None)
     session = Session(config, Resolved(mode, "test"), writer=writer)  # type: ignore[arg-type]
-    group = SimpleNamespace(rank_in_group=rank, world_size=world, ranks=list(range(world)))
-    return assembly.open_agreement(session, group, SimpleNamespace(draft_sample_method=drafting))
+    speculative = SimpleNamespace(draft_sample_method=drafting)
+    return assembly.open_agreement(session, group_of(world, rank), speculative)
 
 
-def test_the_protocol_is_the_one_that_is_named(shown: list[Any]) -> None:
+def test_the_protocol_is_the_one_that_is_named() -> None:
     for name, kind in (("inputs", InputsSync), ("outputs", OutputsSync)):
         assert type(open_agreement(tp_sync=name)._sync) is kind
     for name in ("audit", "off"):
@@ -51,7 +60,7 @@ def test_the_protocol_is_the_one_that_is_named(shown: list[Any]) -> None:
     assert open_agreement(world=1)._sync is None
 
 
-def test_the_sites_are_those_that_drafting_needs(shown: list[Any]) -> None:
+def test_the_sites_are_those_that_drafting_needs() -> None:
     assert open_agreement()._sync.sites == DEFAULT_SITES
     assert open_agreement(drafting="probabilistic")._sync.sites == set(SyncSite)
     named = open_agreement(tp_sync_sites=["draft", "accept"], consensus_interval=4)
@@ -59,19 +68,25 @@ def test_the_sites_are_those_that_drafting_needs(shown: list[Any]) -> None:
     assert named._sync.syncs_accept
 
 
-def test_sites_that_drafting_forbids_are_refused(shown: list[Any]) -> None:
+def test_sites_that_drafting_forbids_are_refused() -> None:
     with pytest.raises(ConfigError, match="'draft' only with 'accept'"):
         open_agreement(drafting="probabilistic", tp_sync_sites=["plan", "lens", "draft"])
 
 
-def test_version_and_options_are_shown_to_the_group(shown: list[Any]) -> None:
-    open_agreement(rank=1, records=3)
-    ((store, ranks, rank, badge),) = shown
+def test_version_and_options_are_shown_before_ranks_connect(met: list[Any]) -> None:
+    group = group_of(2, rank=1)
+    assembly.meet(DSparkConfig.parse({"records": 3}), group, "device")
+    (store, ranks, rank, badge), connected = met
     assert (store, ranks, rank) == ("store", [0, 1], 1)
     assert f"version {__version__}," in badge
     assert '"records":3' in badge
-    open_agreement(world=1)
-    assert len(shown) == 1, "a group of one asks nobody"
+    assert connected == ("connected", group, "device")
+
+
+@pytest.mark.parametrize("dspark", [{"verify": "static"}, {"tp_sync": "audit"}, {"tp_sync": "off"}])
+def test_ranks_that_sync_nothing_need_no_connection(met: list[Any], dspark: dict[str, Any]) -> None:
+    assembly.meet(DSparkConfig.parse(dspark), group_of(2), "device")
+    assert len(met) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,7 +100,7 @@ def test_version_and_options_are_shown_to_the_group(shown: list[Any]) -> None:
     ],
 )
 def test_an_unsynced_group_is_warned_of(
-    shown: list[Any], monkeypatch: pytest.MonkeyPatch, dspark: dict[str, Any], warning: str
+    monkeypatch: pytest.MonkeyPatch, dspark: dict[str, Any], warning: str
 ) -> None:
     messages: list[str] = []
     monkeypatch.setattr(

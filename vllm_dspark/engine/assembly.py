@@ -30,7 +30,7 @@ from vllm_dspark.parallel.consensus import ConsensusOptions, open_checker
 from vllm_dspark.parallel.decision_log import open_decision_log
 from vllm_dspark.parallel.roll_call import call_roll, default_store
 from vllm_dspark.parallel.sync_sites import sites_for
-from vllm_dspark.parallel.tp_sync import open_tp_sync
+from vllm_dspark.parallel.tp_sync import connect, open_tp_sync
 
 logger = logging.getLogger("vllm.dspark")
 
@@ -97,18 +97,26 @@ def build_planner(
     )
 
 
+def meet(config: DSparkConfig, group: Any, device: Any) -> None:
+    """Make sure of the other ranks of ``group`` before anything is loaded; every rank calls this.
+
+    Raises:
+        RollCallError: a rank lacks the plugin, or has another version or other options.
+    """
+    badge = f"version {__version__}, {config.model_dump_json()}"
+    call_roll(default_store(), group.ranks, group.rank_in_group, badge)
+    if config.verify != "static" and config.tp_sync in ("inputs", "outputs"):
+        connect(group, device)
+
+
 def open_agreement(session: Session, group: Any, speculative_config: Any) -> Agreement:
     """How the ranks of ``group`` take one decision; every rank calls this.
 
     Raises:
         ConfigError: the sites that are to be synced do not suit the way of drafting.
-        RollCallError: a rank lacks the plugin, or has another version or other options.
     """
     writer, config = session.writer, session.config
     assert writer is not None, "made before the planner"
-    if group.world_size > 1:
-        badge = f"version {__version__}, {config.model_dump_json()}"
-        call_roll(default_store(), group.ranks, group.rank_in_group, badge)
     probabilistic = speculative_config.draft_sample_method != "greedy"
     config.check_drafting(probabilistic=probabilistic)
     if session.mode.trims and group.world_size > 1 and group.rank_in_group == 0:

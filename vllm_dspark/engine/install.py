@@ -110,10 +110,14 @@ def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
             session = _take_over(vllm_config)
         if session is None:
             return original(vllm_config, device, req_states)
+        from vllm.distributed.parallel_state import get_tp_group
         from vllm.v1.worker.gpu.spec_decode.dspark import speculator as native
 
+        from vllm_dspark.engine import assembly
         from vllm_dspark.engine.proposer import DSparkProposer
 
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            assembly.meet(session.config, get_tp_group(), device)
         # The factory looks the class up when it is called, so lending it ours for the call is all
         # it takes; another runner in this process may still want the native one.
         borrowed, native.DSparkSpeculator = native.DSparkSpeculator, DSparkProposer

@@ -274,6 +274,17 @@ class OutputsSync(TpSync):
         return lens
 
 
+def connect(group: Group, device: torch.device) -> None:
+    """Send the first device message of a group; every rank calls this, and waits for the others.
+
+    A library like NCCL connects ranks when they first talk, which takes seconds and memory. Early,
+    no request waits for it, and the host counts it when it sizes the KV cache.
+    """
+    message = torch.zeros(1, dtype=torch.int32, device=device)
+    dist.broadcast(message, src=group.ranks[0], group=group.device_group)
+    message.item()
+
+
 _PROTOCOLS: dict[str, type[TpSync]] = {
     "inputs": InputsSync,
     "outputs": OutputsSync,
