@@ -35,6 +35,7 @@ EXTRAS_REQUIRE = {
         "pre-commit",
         "pytest>=8",
         "pytest-timeout",
+        "pytest-xdist",
         # vLLM's Ray executor reads what Ray tells a worker about its devices, and names no version.
         "ray==2.60.0",
     ],

@@ -59,7 +59,6 @@ from vllm_dspark.metrics_snapshot import (
 PROTOCOLS = ("inputs", "outputs")
 SHORT_WORKLOADS = ("uneven", "sampled")
 WINDOW_STEPS = 16
-PRICE_ROUNDS = 12
 FAILURES = ("divergences", "hangs", "errors", "truncated", "wrong")
 
 
@@ -299,12 +298,19 @@ def parse_arguments() -> argparse.Namespace:
     add("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
     add("--tokens", type=int, default=32, help="of the longest output")
     add("--consensus", type=int, default=0, help="steps between two checks of the ranks; 0: none")
+    add(
+        "--price-rounds",
+        type=int,
+        default=12,
+        help="full batches that the sync's price is taken from",
+    )
     add("--restarts", type=int, default=len(WORKLOADS), help="servers of one run, per scheduling")
     add("--minutes", type=float, default=600.0, help="no run begins later")
     options = parser.parse_args()
     if options.short:
         options.batch_sizes, options.workloads = [4], list(SHORT_WORKLOADS)
         options.protocols, options.restarts = list(PROTOCOLS[:1]), 1
+        options.price_rounds = 3
     return options
 
 
@@ -330,9 +336,10 @@ def main() -> int:
             options.consensus,
         )
         write_reference(soak)
-        rounds = PRICE_ROUNDS // (4 if options.short else 1)
         prices = {
-            name: price(servers, soak.options(name), prompts, 48, [largest], rounds)[largest]
+            name: price(servers, soak.options(name), prompts, 48, [largest], options.price_rounds)[
+                largest
+            ]
             for name in options.protocols
         }
         print(json.dumps(prices), flush=True)

@@ -20,7 +20,9 @@ step ruff check .
 step ruff format --check .
 step mypy
 step typos
-step pytest --durations=10 "$@"
+# Most tests start servers, whose processes load one after the other: two tests at a time use two
+# cores. What one file shares, such as a server, stays in one process; the longest files come first.
+step pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"
 
 if ((${#failed[@]})); then
   printf 'failed: %s\n' "${failed[@]}" >&2

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -477,7 +478,13 @@ class TestLifecycle:
         assert main.returncode == 0, main.stderr
         assert not Path(main.stdout.strip()).exists()
 
-    def test_another_server_gets_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_server_gets_its_own(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        # What earlier tests have made under this process's id is not looked at.
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(metrics_export, "_made", None)
+        monkeypatch.setenv(DIRECTORY_ENV, "")
         mine = prepare_parent()
         assert mine is not None
         script = "from vllm_dspark.metrics_export import prepare_parent; print(prepare_parent())"
