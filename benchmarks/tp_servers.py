@@ -133,7 +133,7 @@ class Servers:
         self.started += 1
         folder = self.folder / f"server{self.started}"
         folder.mkdir()
-        return Disturbed(folder, self.world)
+        return Disturbed(folder, self.world, "" if self.on_gpu else "gloo")
 
     @contextmanager
     def _serve(

@@ -11,6 +11,10 @@ and disturbs vLLM's own verification manager, for comparison.
 many, and so on, by the step's number, which is equal on all ranks. The second time changes nothing,
 so it shows what a sync costs within one run.
 
+`COLLECTIVES` set to `gloo` lets CPU ranks talk through gloo, as ranks on several machines do. By
+default those of one machine meet in shared memory and spin there, which takes the cores of ranks
+that are still at work when there are more ranks than cores.
+
 Kinds: `perturb`, `missing`, `nan` (confidences), `flip` (a drafted id), `commit` (another first
 token is committed, and the last one is not), `late` (the rank's main thread is late by `size`
 seconds), `slow_copy` (the copy of a step's output to the host is late by `size` seconds; GPUs
@@ -35,6 +39,7 @@ from typing import Any
 FAULT_FILE = "DSPARK_TEST_FAULT_FILE"
 TRACE_FOLDER = "DSPARK_TEST_TRACE_FOLDER"
 ALTERNATE = "DSPARK_TEST_ALTERNATE"
+COLLECTIVES = "DSPARK_TEST_COLLECTIVES"
 
 SPIN_CYCLES_PER_S = 1.8e9
 """Of `torch.cuda._sleep`, about; how long exactly does not matter."""
@@ -48,6 +53,8 @@ def register() -> None:
         on_import("vllm_dspark.engine.planner", _bind_planner)
         on_import("vllm.v1.worker.gpu.spec_decode.adaptive_verification", _bind_native)
         on_import("vllm.v1.worker.gpu.async_utils", _bind_output)
+        if os.environ.get(COLLECTIVES) == "gloo":
+            on_import("vllm.distributed.device_communicators.cpu_communicator", _bind_communicator)
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,18 @@ def _bind_output(module: ModuleType) -> None:
         original(self, *args, **kwargs)
 
     output.__init__ = __init__
+
+
+def _bind_communicator(module: ModuleType) -> None:
+    """Ranks that cannot agree on a name for their shared memory do without."""
+    shared_memory = module._CPUSHMDistributed
+    original = shared_memory.make_group_name
+
+    @wraps(original)
+    def make_group_name(communicator: Any) -> str:
+        return f"{original(communicator)}-{os.getpid()}"
+
+    shared_memory.make_group_name = staticmethod(make_group_name)
 
 
 def _disturb_accepted(planner: Any, output: Any) -> Any:

@@ -50,6 +50,8 @@ class Disturbed:
 
     folder: Path
     world: int = WORLD
+    collectives: str = ""
+    """See `engine_faults.COLLECTIVES`."""
 
     @property
     def fault_file(self) -> Path:
@@ -81,6 +83,7 @@ class Disturbed:
             engine_faults.FAULT_FILE: str(self.fault_file),
             engine_faults.TRACE_FOLDER: str(self._traces),
             engine_faults.ALTERNATE: str(alternate),
+            engine_faults.COLLECTIVES: self.collectives,
         }
 
     def steps(self) -> list[dict[int, dict[str, Any]]]:
