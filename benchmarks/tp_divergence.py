@@ -12,7 +12,8 @@ ids); a step that is not the same on all ranks is a mismatch. Parts, each on ser
   of a hang are kept beside the server's log. Needs GPUs: it runs on full graphs only.
 * `audit`: the same with the plugin, which syncs nothing then and checks what its ranks did.
 * `synced`: the plugin as it is: undisturbed, with the drift, and with output copies that come late;
-  mismatches are to be 0 and tokens those of the undisturbed run. Then the sync's share of a step.
+  mismatches are to be 0 and tokens those of the undisturbed run. Then the sync's share of a step:
+  all along, everything is synced twice for 16 steps, once for 16 and so on (`tp_stability.price`).
 * `ray`: the same server on a Ray cluster of one node: tokens, a clean end, a worker that is killed.
 
 `--stability FILE` takes the figures of `tp_stability.py` into the document.
@@ -34,9 +35,9 @@ from typing import Any
 
 import tp_servers
 import tp_workloads
-from tp_ray import ray_part
+from tp_ray import ray_part, write
 from tp_servers import DRIFT, Disturbed, Servers
-from tp_stability import FAILURES, price
+from tp_stability import FAILURES, WINDOW_STEPS, price
 from tp_workloads import REQUEST_LIMIT_S, Answer, send
 
 from vllm_dspark.cli import demo
@@ -60,6 +61,8 @@ class Run:
     concurrency: Sequence[int]
     steps: int
     tokens: int
+    outside_ray: list[Greedy] | None = None
+    """Tokens that the `ray` part compares with, if another part has a server for them."""
 
     @property
     def drift(self) -> dict[str, Any]:
@@ -181,7 +184,8 @@ def synced_part(run: Run) -> dict[str, Any]:
             "size": SLOW_COPY_S,
         }
     found: dict[str, Any] = {}
-    with run.servers.plugin({**TRIMMED, "consensus_interval": 16}) as (running, disturbed):
+    options = {**TRIMMED, "consensus_interval": 16}
+    with run.servers.plugin(options, alternate=WINDOW_STEPS) as (running, disturbed):
         reference = burst(run, running, largest)
         for name, fault in faults.items():
             disturbed.set_fault(fault)
@@ -197,11 +201,13 @@ def synced_part(run: Run) -> dict[str, Any]:
             }
             print(json.dumps({name: found[name]}), flush=True)
         found["undisturbed"] = undisturbed(run, running, disturbed)
-    prices = price(
-        run.servers, TRIMMED, run.prompts, run.tokens, sorted({1, *run.concurrency}), PRICE_ROUNDS
-    )
-    print(json.dumps(prices), flush=True)
-    return found | {"sync_price": prices}
+        found["sync_price"] = {
+            batch: price(running, disturbed, run.prompts, run.tokens, batch, PRICE_ROUNDS)
+            for batch in sorted({1, *run.concurrency})
+        }
+        print(json.dumps(found["sync_price"]), flush=True)
+        run.outside_ray = write(running, run.prompts)
+    return found
 
 
 def other_tokens(
@@ -223,7 +229,7 @@ PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
     "native": native_part,
     "audit": audit_part,
     "synced": synced_part,
-    "ray": lambda run: ray_part(run.servers, run.prompts, TRIMMED),
+    "ray": lambda run: ray_part(run.servers, run.prompts, TRIMMED, run.outside_ray),
 }
 
 
@@ -248,11 +254,11 @@ def main() -> int:
         for name in options.parts:
             try:
                 document[name] = PARTS[name](run)
-            except (ServerError, RuntimeError) as error:
+            except Exception as error:
                 # Parts are independent, and machine time is dear: the others still run.
                 document[name] = {"failed": str(error)[-4000:]}
                 print(f"{name}: {error}", flush=True)
-            write(options, document)
+            save(options, document)
     print(json.dumps({name: document[name] for name in SUMMARY}))
     return 1 if any("failed" in document[name] for name in options.parts) else 0
 
@@ -263,7 +269,7 @@ SUMMARY = (
 )
 
 
-def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
+def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """The document with its summary; what was not run is None there."""
     stability = json.loads(options.stability.read_text()) if options.stability else {}
     stability.pop("rows", None)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openai import OpenAIError
-from tp_servers import Disturbed, RayCluster, Servers, wait_for_end
+from tp_servers import GPU_ENVIRONMENT, Disturbed, RayCluster, Servers, wait_for_end
 
 from vllm_dspark.cli import demo
 from vllm_dspark.cli.server import Server
@@ -25,12 +25,19 @@ END_S, FAILURE_S, RAY_LIMIT_S = 30.0, 90.0, 600.0
 
 
 def ray_part(
-    servers: Servers, prompts: Sequence[str], options: Mapping[str, Any]
+    servers: Servers,
+    prompts: Sequence[str],
+    options: Mapping[str, Any],
+    expected: list[Greedy] | None,
 ) -> dict[str, Any]:
-    """Compares with the same server outside Ray; `ray_ok` if everything is as it should be."""
-    prompts = list(prompts[:PROMPTS])
-    with servers.plugin(options) as (running, _):
-        expected = _write(running, prompts)
+    """Compares with the same server outside Ray; `ray_ok` if everything is as it should be.
+
+    Args:
+        expected: what `write` gave outside Ray; None starts a server for it.
+    """
+    if expected is None:
+        with servers.plugin(options) as (running, _):
+            expected = write(running, prompts)
     found = _served(servers, options, prompts, expected) | _killed(servers, options, prompts[0])
     found["ray_ok"] = (
         found["wrong"] == found["mismatches"] == 0
@@ -42,13 +49,14 @@ def ray_part(
     return found
 
 
-def _write(running: Server, prompts: list[str]) -> list[Greedy]:
+def write(running: Server, prompts: Sequence[str]) -> list[Greedy]:
+    """Greedy tokens after the first prompts."""
     client = Client(running.url, demo.SERVED_NAME)
-    return client.greedy_all(prompts, TOKENS, CONCURRENCY)[0]
+    return client.greedy_all(list(prompts[:PROMPTS]), TOKENS, CONCURRENCY)[0]
 
 
 def _served(
-    servers: Servers, options: Mapping[str, Any], prompts: list[str], expected: list[Greedy]
+    servers: Servers, options: Mapping[str, Any], prompts: Sequence[str], expected: list[Greedy]
 ) -> dict[str, Any]:
     """Tokens and steps of a server on Ray, and what is left of it after its end."""
     disturbed = servers.new_folder()
@@ -59,7 +67,7 @@ def _served(
         ) as served:
             running, _ = served
             with cluster.limit(RAY_LIMIT_S, lambda: disturbed.pids().values()):
-                got = _write(running, prompts)
+                got = write(running, prompts)
                 client = Client(running.url, demo.SERVED_NAME)
                 differences = client.differences(expected, got)
             compared, workers = disturbed.compare(), list(disturbed.pids().values())
@@ -105,4 +113,7 @@ def _killed(servers: Servers, options: Mapping[str, Any], prompt: str) -> dict[s
 
 
 def _cluster(servers: Servers, disturbed: Disturbed) -> RayCluster:
-    return RayCluster(servers.world, disturbed.environment(), servers.on_gpu)
+    environment = disturbed.environment()
+    if servers.on_gpu:
+        environment = GPU_ENVIRONMENT | environment
+    return RayCluster(servers.world, environment, servers.on_gpu)

@@ -30,6 +30,7 @@ from vllm_dspark.cli.server import Server, ServerOptions  # noqa: E402
 
 __all__ = [
     "DRIFT",
+    "GPU_ENVIRONMENT",
     "Disturbed",
     "RayCluster",
     "Servers",
@@ -41,25 +42,8 @@ __all__ = [
 
 # Dense where decisions fall, for ranks to have something to disagree on.
 CAPTURE_SIZES = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-    96,
-    128,
-    144,
-    160,
-    192,
-    240,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    2048,
+    *(1, 2, 4, 8, 16, 32, 64, 96, 128, 144, 160, 192, 240, 256),
+    *(384, 512, 768, 1024, 2048),
 )
 GPU_ENVIRONMENT = {
     **ENVIRONMENT,

@@ -216,23 +216,6 @@ def write_reference(soak: Soak) -> None:
 
 
 def price(
-    servers: Servers,
-    options: dict[str, Any],
-    prompts: Sequence[str],
-    tokens: int,
-    batch_sizes: Sequence[int],
-    rounds: int,
-) -> dict[int, dict[str, Any]]:
-    """Step times with everything synced twice and once, in turn, on one server without drift.
-
-    Returns:
-        By batch size; each is filled `rounds` times.
-    """
-    with servers.plugin(options, alternate=WINDOW_STEPS) as served:
-        return {batch: _price_at(*served, prompts, tokens, batch, rounds) for batch in batch_sizes}
-
-
-def _price_at(
     running: Server,
     disturbed: Disturbed,
     prompts: Sequence[str],
@@ -240,6 +223,12 @@ def _price_at(
     batch: int,
     rounds: int,
 ) -> dict[str, Any]:
+    """Step times with everything synced twice and once, in turn, without drift.
+
+    Args:
+        running: a server that alternates every `WINDOW_STEPS`.
+        batch: requests at a time; the batch is filled `rounds` times.
+    """
     requests = tp_workloads.build("even", prompts, batch * rounds, tokens)
     send(running.url, demo.SERVED_NAME, requests[:batch], batch)
     before = sync_totals(running, disturbed.world)
@@ -336,12 +325,10 @@ def main() -> int:
             options.consensus,
         )
         write_reference(soak)
-        prices = {
-            name: price(servers, soak.options(name), prompts, 48, [largest], options.price_rounds)[
-                largest
-            ]
-            for name in options.protocols
-        }
+        prices: dict[str, Any] = {}
+        for name in options.protocols:
+            with servers.plugin(soak.options(name), alternate=WINDOW_STEPS) as served:
+                prices[name] = price(*served, prompts, 48, largest, options.price_rounds)
         print(json.dumps(prices), flush=True)
         cells = soak.cells(options.restarts)
         rows: list[dict[str, Any]] = []

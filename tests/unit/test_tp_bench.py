@@ -186,7 +186,7 @@ def test_the_summary_counts_parts_and_says_what_was_not_run(tmp_path: Path) -> N
     stability = tmp_path / "stability.json"
     stability.write_text(json.dumps({"runs": 4, "hangs": 0, "errors": 1, "rows": [1, 2]}))
     out = tmp_path / "out.json"
-    tp_divergence.write(argparse.Namespace(stability=stability, out=out), document)
+    tp_divergence.save(argparse.Namespace(stability=stability, out=out), document)
     found = json.loads(out.read_text())
     assert found["steps"] == {"native": 33, "synced": None}
     assert found["native_mismatches"] == 9
