@@ -298,7 +298,7 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.short:
         options.batch_sizes, options.workloads = [4], list(SHORT_WORKLOADS)
-        options.protocols, options.restarts = list(PROTOCOLS[:1]), 1
+        options.protocols, options.restarts = list(PROTOCOLS[:1]), 0
         options.price_rounds = 3
     return options
 

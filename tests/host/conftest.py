@@ -3,8 +3,10 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 # Before vLLM and Triton are imported: interpreted kernels and the V2 model runner.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -16,7 +18,11 @@ import draft_harness as harness
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from runner_stand_in import Recorder, runner_module
 from stand_ins import StandInEvent, StandInStream
+
+from vllm_dspark import compat
+from vllm_dspark.engine import session
 
 # Derandomised, so that a failure in CI is a failure everywhere. Interpreted kernels are slow.
 settings.register_profile(
@@ -50,6 +56,21 @@ def dspark_log() -> Iterator[_Records]:
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def host() -> Recorder:
+    """What reaches the host's own code from `runner`."""
+    return Recorder()
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch, host: Recorder) -> ModuleType:
+    """An unbound copy of the runner module, which `import` finds while the test runs."""
+    monkeypatch.setattr(session, "_sessions", {})
+    copied = runner_module(host)
+    monkeypatch.setitem(sys.modules, compat.RUNNER, copied)
+    return copied
 
 
 @pytest.fixture(scope="session")
