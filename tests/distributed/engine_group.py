@@ -62,6 +62,9 @@ class Disturbed:
         if fault is None:
             self.fault_file.unlink(missing_ok=True)
             return
+        unknown = fault.keys() - {"kind", "ranks", "size", "every"}
+        if unknown or "ranks" not in fault:
+            raise ValueError(f"fault {fault}: needs kind and ranks, and may have size and every")
         written = self.fault_file.with_suffix(".new")
         written.write_text(json.dumps(fault))
         written.rename(self.fault_file)

@@ -48,7 +48,7 @@ def test_greedy_tokens_stay_the_same(group: Group, fault: dict[str, object]) -> 
 
 @pytest.mark.parametrize(
     "fault",
-    [COMMIT, {"kind": "flip", "ranks": [1]}, {"kind": "perturb", "rank": 1, "size": 1e-2}],
+    [COMMIT, {"kind": "flip", "ranks": [1]}, {"kind": "perturb", "ranks": [1], "size": 1e-2}],
     ids=["committed", "drafts", "confidences"],
 )
 def test_sampled_tokens_are_those_of_rank_0_everywhere(
