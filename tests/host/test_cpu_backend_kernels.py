@@ -173,9 +173,13 @@ def _erf_tanh_exp(x: float) -> float:
     return round(math.erf(math.tanh(math.exp(x))), 5)
 
 
-# Kernel, what it must give, and whether it gives that without the fixes.
-CASES: dict[str, tuple[Callable[[], Any], Any, bool]] = {
-    "scalar_condition": (_scalar_condition, [0, 1, 2, -1], False),
+# Triton 3.7 stores with such a mask, 3.9 refuses it.
+MASK_REFUSED = "InterpreterError: ValueError('mask has unsupported dtype')"
+
+# Kernel, what it must give, and whether it gives that without the fixes; else what some of the
+# supported versions of Triton give instead.
+CASES: dict[str, tuple[Callable[[], Any], Any, bool | str]] = {
+    "scalar_condition": (_scalar_condition, [0, 1, 2, -1], MASK_REFUSED),
     "float_condition": (_float_condition, [0, 1, 2, -1], False),
     "optional_pointer": (_optional_pointer, [0, 1, 2, 3], True),
     "residual_log": (_residual_log, [0.0, -0.03768, -0.19315, -1.0], False),
@@ -274,8 +278,11 @@ def test_interpreted_kernel(fixed: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_fix_is_still_needed(unfixed: dict[str, Any], name: str) -> None:
-    _, expected, works_without = CASES[name]
-    assert (unfixed[name] == expected) is works_without, unfixed[name]
+    _, expected, without = CASES[name]
+    if isinstance(without, str):
+        assert unfixed[name] in (expected, without)
+    else:
+        assert (unfixed[name] == expected) is without, unfixed[name]
 
 
 def test_triton_language_is_restored_after_each_kernel(fixed: dict[str, Any]) -> None:
