@@ -281,7 +281,7 @@ def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
         "plugin_mismatches": _total(document.get("synced"), "mismatches"),
         "runs": stability.get("runs"),
         **{name: stability.get(name) for name in FAILURES},
-        "sync_share": {str(c): found["step_ratio"] - 1.0 for c, found in prices.items()},
+        "sync_share": {str(c): round(found["step_ratio"] - 1.0, 4) for c, found in prices.items()},
         "ray_ok": document.get("ray", {}).get("ray_ok"),
         "stability": stability or None,
     }
