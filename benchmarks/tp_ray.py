@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from openai import OpenAIError
@@ -59,18 +60,12 @@ def _served(
     servers: Servers, options: Mapping[str, Any], prompts: Sequence[str], expected: list[Greedy]
 ) -> dict[str, Any]:
     """Tokens and steps of a server on Ray, and what is left of it after its end."""
-    disturbed = servers.new_folder()
-    with _cluster(servers, disturbed) as cluster:
-        environment = cluster.environment
-        with servers.plugin(
-            options, extra=RAY, environment=environment, disturbed=disturbed
-        ) as served:
-            running, _ = served
-            with cluster.limit(RAY_LIMIT_S, lambda: disturbed.pids().values()):
-                got = write(running, prompts)
-                client = Client(running.url, demo.SERVED_NAME)
-                differences = client.differences(expected, got)
-            compared, workers = disturbed.compare(), list(disturbed.pids().values())
+    with _on_ray(servers, options) as (cluster, running, disturbed):
+        with cluster.limit(RAY_LIMIT_S, lambda: disturbed.pids().values()):
+            got = write(running, prompts)
+            differences = Client(running.url, demo.SERVED_NAME).differences(expected, got)
+        compared, workers = disturbed.compare(), list(disturbed.pids().values())
+        running.stop()
         left = wait_for_end(workers, END_S)
     return {
         "steps": compared.steps,
@@ -83,28 +78,22 @@ def _served(
 
 def _killed(servers: Servers, options: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     """What a client sees when a worker dies while it waits: an error, or nothing (a hang)."""
-    disturbed = servers.new_folder()
-    with _cluster(servers, disturbed) as cluster:
-        environment = cluster.environment
-        with servers.plugin(
-            options, extra=RAY, environment=environment, disturbed=disturbed
-        ) as served:
-            running, _ = served
-            client = Client(running.url, demo.SERVED_NAME)
-            client.greedy(prompt, 4)
-            workers, begin = disturbed.pids(), time.monotonic()
-            last = workers[servers.world - 1]
-            killing = threading.Timer(KILL_AFTER_S, os.kill, (last, signal.SIGKILL))
-            killing.start()
-            seen = "an answer"
-            with cluster.limit(FAILURE_S, lambda: workers.values()):
-                try:
-                    client.greedy(prompt, LONG_TOKENS)
-                except OpenAIError:
-                    seen = "error"
-            killing.join()
-            seconds = time.monotonic() - begin
-            left = wait_for_end([pid for pid in workers.values() if pid != last], END_S)
+    with _on_ray(servers, options) as (cluster, running, disturbed):
+        client = Client(running.url, demo.SERVED_NAME)
+        client.greedy(prompt, 4)
+        workers, begin = disturbed.pids(), time.monotonic()
+        last = workers[servers.world - 1]
+        killing = threading.Timer(KILL_AFTER_S, os.kill, (last, signal.SIGKILL))
+        killing.start()
+        seen = "an answer"
+        with cluster.limit(FAILURE_S, lambda: workers.values()):
+            try:
+                client.greedy(prompt, LONG_TOKENS)
+            except OpenAIError:
+                seen = "error"
+        killing.join()
+        seconds = time.monotonic() - begin
+        left = wait_for_end([pid for pid in workers.values() if pid != last], END_S)
     return {
         "killed_worker": seen,
         "killed_worker_seconds": round(seconds, 1),
@@ -112,8 +101,19 @@ def _killed(servers: Servers, options: Mapping[str, Any], prompt: str) -> dict[s
     }
 
 
-def _cluster(servers: Servers, disturbed: Disturbed) -> RayCluster:
+@contextmanager
+def _on_ray(
+    servers: Servers, options: Mapping[str, Any]
+) -> Iterator[tuple[RayCluster, Server, Disturbed]]:
+    """A ready server whose ranks are workers of a cluster of its own."""
+    disturbed = servers.new_folder()
     environment = disturbed.environment()
     if servers.on_gpu:
         environment = GPU_ENVIRONMENT | environment
-    return RayCluster(servers.world, environment, servers.on_gpu)
+    with (
+        RayCluster(servers.world, environment, servers.on_gpu) as cluster,
+        servers.plugin(
+            options, extra=RAY, environment=cluster.environment, disturbed=disturbed
+        ) as (running, _),
+    ):
+        yield cluster, running, disturbed

@@ -25,9 +25,7 @@ class Summary:
         self.facts: dict[str, Any] = {"jit_events_in_traffic": 0, "modes": {}}
         self._outcomes = {"passed": 0, "failed": 0, "skipped": 0}
         self._failures: list[str] = []
-        self._header = {
-            **provenance.header(command, commit),
-        }
+        self._header = provenance.header(command, commit)
         self.write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
