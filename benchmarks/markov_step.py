@@ -36,22 +36,31 @@ from vllm_dspark.kernels.markov_step import (
 )
 
 VOCAB, RANK, HIDDEN, GAMMA = 151_936, 256, 4096, 7
-BATCHES = (1, 8, 32, 64, 128, 256)
+BATCHES = (1, 2, 4, 8, 32, 64, 128, 256)
 WIDTHS = (7, 3)
 REPLAYS = 20
 CANDIDATES = tuple(
-    LaunchOptions(block_vocab, tile_reqs, num_warps, 1)
+    LaunchOptions(block_vocab, tile_reqs, num_warps, 1, overlap)
+    for overlap in (False, True)
     for block_vocab, tile_reqs, num_warps in (
-        (64, 16, 2),
+        (16, 1, 2),
+        (32, 1, 2),
+        (32, 1, 4),
+        (64, 1, 4),
+        (64, 1, 8),
+        (128, 1, 8),
         (64, 16, 4),
         (128, 16, 4),
-        (128, 32, 4),
-        (64, 64, 4),
-        (128, 64, 4),
         (128, 64, 8),
         (256, 64, 8),
     )
 )
+
+
+def candidates(num_reqs: int) -> list[LaunchOptions]:
+    """Those that do not waste most of a tile, nor pass over a program's rows for every request."""
+    single = [c for c in CANDIDATES if c.tile_reqs == 1 and num_reqs <= 8]
+    return single + [c for c in CANDIDATES if 1 < c.tile_reqs <= max(num_reqs, 16)]
 
 
 class Block:
@@ -134,6 +143,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--candidates", action="store_true", help="time further launch options")
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     options = parser.parse_args()
     torch.manual_seed(0)
     heads = (
@@ -142,7 +152,7 @@ def main() -> None:
     )
     began = time.monotonic()
     rows = []
-    for num_reqs in BATCHES:
+    for num_reqs in options.batches:
         for width in WIDTHS:
             block = Block(num_reqs, width, heads)
             row: dict[str, Any] = {"num_reqs": num_reqs, "width": width}
@@ -157,7 +167,7 @@ def main() -> None:
                     str(tuple(asdict(other).values())): median_us(
                         functools.partial(block.fused, other)
                     )
-                    for other in CANDIDATES
+                    for other in candidates(num_reqs)
                 }
             rows.append(row)
             print(json.dumps(row), flush=True)
@@ -167,7 +177,7 @@ def main() -> None:
         "rank": RANK,
         "seconds": round(time.monotonic() - began, 1),
         "blocks": rows,
-        "confidences": [confidence_row(num_reqs, heads[0]) for num_reqs in BATCHES],
+        "confidences": [confidence_row(num_reqs, heads[0]) for num_reqs in options.batches],
     }
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

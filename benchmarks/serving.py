@@ -24,7 +24,8 @@ from typing import Any
 import serving_results
 import serving_trace
 from serving_children import Child
-from serving_engine import Job, gpu_memory_gib
+from serving_engine import Job
+from serving_memory import used_gib
 from serving_systems import (
     CAPTURE_SIZES,
     SHAPES,
@@ -183,14 +184,13 @@ def _measure(options: argparse.Namespace) -> int:
 def _open_group(
     options: argparse.Namespace, group: list[System], sampling: str, repeat: int
 ) -> list[Start]:
-    """Start engines that stay idle until all are ready; of those that time steps while they start,
-    one after the other.
+    """Start engines that stay idle until all are ready; those that time steps while they start
+    come last, one after the other, with all others idle.
     """
-    opened = []
+    opened: list[Start] = []
     for system in sorted(group, key=lambda system: system.profiles):
-        for other in opened:
-            if system.profiles and other.system.profiles:
-                other.child.wait_ready(options.limit_s)
+        for other in opened if system.profiles else ():
+            other.child.wait_ready(options.limit_s)
         opened.append(_open(options, system, sampling, f"{repeat}-{sampling}-{system.name}"))
     for start in opened:
         start.child.wait_ready(options.limit_s)
@@ -284,7 +284,6 @@ def _job(
         seed=options.seed,
         plugin=system.plugin is not None,
         adaptive="enable_adaptive_verification" in (system.speculative or {}),
-        alone=options.together == 1,
     )
 
 
@@ -335,7 +334,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 def _run_record(options: argparse.Namespace) -> dict[str, Any]:
     made_by = header(["python", "benchmarks/serving.py", *sys.argv[1:]], options.commit)
-    made_by["machine"]["memory_used_before_gib"] = gpu_memory_gib()
+    made_by["machine"]["memory_used_before_gib"] = used_gib()
     return {
         "id": options.run,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

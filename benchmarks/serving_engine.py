@@ -12,7 +12,6 @@ import asyncio
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from serving_load import ClosedLoop, Step, client_metrics, engine_metrics
+from serving_memory import own_gib
 from serving_prompts import load_texts, make_prompts
 
 
@@ -41,7 +41,6 @@ class Job:
     seed: int
     plugin: bool  # whether the plugin counts what was verified
     adaptive: bool  # whether fewer drafts may be verified than were scheduled
-    alone: bool = True  # whether the GPU's memory in use is this engine's
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2))
@@ -198,7 +197,7 @@ class Bench:
         return {
             **result,
             **verified(result, plugin, adaptive=job.adaptive),
-            "gpu_mem_gib": gpu_memory_gib() if job.alone else None,
+            "gpu_mem_gib": await asyncio.to_thread(own_gib),
             "plugin": plugin,
         }
 
@@ -257,17 +256,6 @@ def verified(result: dict[str, Any], plugin: dict[str, Any], *, adaptive: bool) 
     if adaptive:
         return {"verified_source": None}
     return {"verified_per_step": result["scheduled_per_step"], "verified_source": "scheduled"}
-
-
-def gpu_memory_gib() -> float | None:
-    """Memory in use on the first visible GPU, of all processes; None without a GPU."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i"]
-    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    try:
-        output = subprocess.run([*query, device], capture_output=True, text=True, timeout=30)
-        return round(float(output.stdout.split()[0]) / 1024, 3)
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
-        return None
 
 
 if __name__ == "__main__":

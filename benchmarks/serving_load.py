@@ -184,6 +184,7 @@ def engine_metrics(steps: Sequence[Step], window: Window) -> dict[str, Any]:
 
     `accept_len`: tokens per request and step, bonus included, first tokens of requests excluded.
     `decode_step_p50_ms`: median time of steps in which no request got its first token.
+    `slowest_steps`: the longest steps and what they held, which says where a p99 comes from.
 
     Raises:
         ValueError: the window holds fewer than three steps.
@@ -206,8 +207,25 @@ def engine_metrics(steps: Sequence[Step], window: Window) -> dict[str, Any]:
         "accept_len": round(decoded / rows, 4) if rows else None,
         "scheduled_per_step": round(sum(s.scheduled_drafts for s in counted) / len(counted), 3),
         "accepted_per_step": round(sum(s.accepted_drafts for s in counted) / len(counted), 3),
+        "slowest_steps": _slowest(inside),
         **_batch_metrics(counted, rows),
     }
+
+
+def _slowest(steps: Sequence[Step], count: int = 8) -> list[dict[str, Any]]:
+    """The `count` longest of the steps but the first, longest first."""
+    timed = [(b.time_s - a.time_s, b) for a, b in pairwise(steps)]
+    return [
+        {
+            "ms": round(seconds * 1e3, 2),
+            "rows": step.rows,
+            "prompts": step.first_tokens,
+            "prompt_tokens": step.prompt_tokens,
+            "batch_tokens": step.batch_tokens,
+            "graph": step.graph,
+        }
+        for seconds, step in sorted(timed, key=lambda pair: -pair[0])[:count]
+    ]
 
 
 def _batch_metrics(steps: Sequence[Step], rows: int) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def make_rows(labels: Row, starts: Sequence[Sequence[dict[str, Any]]]) -> list[R
                 "starts": len(starts),
                 "verified_source": samples[-1].get("verified_source"),
                 "graphs": samples[-1]["graphs"],
+                "slowest_steps": samples[-1]["slowest_steps"],
                 "plugin_counters": samples[-1]["plugin"],
                 "start_s": _median(event["start_s"] for event in ready),
                 "peak_gpu_mem_gib": max(memory, default=None),

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_RANK = 512
 """Largest head that fits: a block of W2 stays in shared memory while requests pass by."""
@@ -40,9 +41,12 @@ class LaunchOptions:
     block_vocab: int
     """Rows of W2 per program."""
     tile_reqs: int
-    """Requests per step of a program's loop, at least 16 (the smallest matrix product)."""
+    """Requests per step of a program's loop: 1, or at least 16 (the smallest matrix product)."""
     num_warps: int
     num_stages: int
+    overlap: bool = False
+    """Launch a position's programs while those of the position before still run (programmatic
+    dependent launch, compute capability 9.0): they read W2 and then wait."""
 
     def shared_bytes(self, rank: int, element_bytes: int) -> int:
         """Shared memory of a program, rounded up: its rows of W2, and tiles in flight of W1's rows
@@ -134,8 +138,11 @@ def _logits_tile(
         mask=rows_in[:, None] & (cols < RANK)[None, :],
         other=0.0,
     )
-    # "ieee": float32 weights are multiplied as float32. It says nothing about 16-bit ones.
-    bias = tl.dot(embed, tl.trans(w2_tile), input_precision="ieee")
+    if rows.shape[0] == 1:
+        bias = tl.sum(embed.to(tl.float32) * w2_tile.to(tl.float32), axis=1)[None, :]
+    else:
+        # "ieee": float32 weights are multiplied as float32. It says nothing about 16-bit ones.
+        bias = tl.dot(embed, tl.trans(w2_tile), input_precision="ieee")
     return base.to(tl.float32) + bias
 
 
@@ -180,10 +187,19 @@ def _greedy_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     TILE_REQS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    vocab_ids = tl.program_id(0) * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+    # Every other position walks back, so that it starts with what the L2 cache still holds.
+    block = tl.program_id(0)
+    block = tl.where(position % 2 == 1, tl.num_programs(0) - 1 - block, block)
+    vocab_ids = block * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
     vocab_in = vocab_ids < vocab
+    if OVERLAP:
+        gdc_launch_dependents()
     w2_tile = _load_w2(w2_ptr, vocab_ids, vocab_in, RANK, BLOCK_RANK)
+    if OVERLAP:
+        # What came before has written the cells; W2 never changes.
+        gdc_wait()
     base_ptr += position.to(tl.int64) * base_stride_position
     read_ptr = cells_ptr + position.to(tl.int64) * num_reqs
     for start in range(0, num_reqs, TILE_REQS):
@@ -314,7 +330,8 @@ def draft_greedy(
     _start_kernel[(triton.cdiv(cells.numel(), _CELL_BLOCK),)](
         input_ids, anchor_idx, cells, num_reqs, cells.numel(), BLOCK=_CELL_BLOCK
     )
-    grid, shape = _shape(w2, num_reqs, vocab, options)
+    options = options or _chosen_options(w2, num_reqs)
+    grid, shape = _shape(w2, vocab, options)
     for position in range(width):
         _greedy_kernel[grid](
             cells,
@@ -327,6 +344,8 @@ def draft_greedy(
             vocab,
             num_reqs,
             position,
+            OVERLAP=options.overlap,
+            launch_pdl=options.overlap,
             **shape,
         )
     _finish_kernel[(triton.cdiv(previous.numel(), _CELL_BLOCK),)](
@@ -363,7 +382,7 @@ def markov_logits(
     """
     _check(w1, w2, base_logits)
     num_reqs, vocab = base_logits.shape
-    grid, shape = _shape(w2, num_reqs, vocab, options)
+    grid, shape = _shape(w2, vocab, options or _chosen_options(w2, num_reqs))
     _logits_kernel[grid](
         previous,
         w1,
@@ -392,14 +411,16 @@ def _check(w1: torch.Tensor, w2: torch.Tensor, base_logits: torch.Tensor) -> Non
         raise ValueError("W1 and W2 must be contiguous, and base logits dense in the vocabulary")
 
 
+def _chosen_options(w2: torch.Tensor, num_reqs: int) -> LaunchOptions:
+    limit = {"shared_limit": _shared_limit(w2.device)} if w2.is_cuda else {}
+    return launch_options(num_reqs, w2.shape[1], w2.element_size(), **limit)
+
+
 def _shape(
-    w2: torch.Tensor, num_reqs: int, vocab: int, options: LaunchOptions | None
+    w2: torch.Tensor, vocab: int, options: LaunchOptions
 ) -> tuple[tuple[int], dict[str, int]]:
     """Grid and keyword arguments of a launch over the vocabulary."""
     rank = w2.shape[1]
-    if options is None:
-        limit = {"shared_limit": _shared_limit(w2.device)} if w2.is_cuda else {}
-        options = launch_options(num_reqs, rank, w2.element_size(), **limit)
     return (triton.cdiv(vocab, options.block_vocab),), {
         "RANK": rank,
         "BLOCK_RANK": max(triton.next_power_of_2(rank), 16),
