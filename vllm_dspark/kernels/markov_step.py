@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +42,7 @@ class LaunchOptions:
     block_vocab: int
     """Rows of W2 per program."""
     tile_reqs: int
-    """Requests per step of a program's loop: 1, or at least 16 (the smallest matrix product)."""
+    """Requests per step of a program's loop, at least 16 (the smallest matrix product)."""
     num_warps: int
     num_stages: int
     overlap: bool = False
@@ -58,7 +59,11 @@ class LaunchOptions:
 
 
 def launch_options(
-    num_reqs: int, rank: int = 256, element_bytes: int = 2, shared_limit: int = 232_448
+    num_reqs: int,
+    rank: int = 256,
+    element_bytes: int = 2,
+    shared_limit: int = 232_448,
+    overlap: bool = False,
 ) -> LaunchOptions:
     """Options for a batch; few variants, so that all of them are compiled at start-up.
 
@@ -69,11 +74,10 @@ def launch_options(
 
     Args:
         shared_limit: shared memory in bytes that a program may have, by default an H100's.
+        overlap: whether the device can launch programs before those that they wait for have ended.
     """
-    if num_reqs <= 16:
-        options = LaunchOptions(block_vocab=128, tile_reqs=16, num_warps=4, num_stages=1)
-    else:
-        options = LaunchOptions(block_vocab=128, tile_reqs=64, num_warps=8, num_stages=1)
+    tile_reqs, num_warps = (16, 4) if num_reqs <= 16 else (64, 8)
+    options = LaunchOptions(128, tile_reqs, num_warps, num_stages=1, overlap=overlap)
     if element_bytes > 2:
         # Products of float32 run without tensor cores, with operands in registers.
         options = replace(options, block_vocab=32, tile_reqs=16)
@@ -83,8 +87,13 @@ def launch_options(
 
 
 @functools.cache
-def _shared_limit(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+def _device_limits(device: torch.device) -> dict[str, Any]:
+    """Arguments of `launch_options` that a GPU decides."""
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "shared_limit": int(found.shared_memory_per_block_optin),
+        "overlap": found.major >= 9,
+    }
 
 
 @triton.jit
@@ -138,11 +147,8 @@ def _logits_tile(
         mask=rows_in[:, None] & (cols < RANK)[None, :],
         other=0.0,
     )
-    if rows.shape[0] == 1:
-        bias = tl.sum(embed.to(tl.float32) * w2_tile.to(tl.float32), axis=1)[None, :]
-    else:
-        # "ieee": float32 weights are multiplied as float32. It says nothing about 16-bit ones.
-        bias = tl.dot(embed, tl.trans(w2_tile), input_precision="ieee")
+    # "ieee": float32 weights are multiplied as float32. It says nothing about 16-bit ones.
+    bias = tl.dot(embed, tl.trans(w2_tile), input_precision="ieee")
     return base.to(tl.float32) + bias
 
 
@@ -412,8 +418,8 @@ def _check(w1: torch.Tensor, w2: torch.Tensor, base_logits: torch.Tensor) -> Non
 
 
 def _chosen_options(w2: torch.Tensor, num_reqs: int) -> LaunchOptions:
-    limit = {"shared_limit": _shared_limit(w2.device)} if w2.is_cuda else {}
-    return launch_options(num_reqs, w2.shape[1], w2.element_size(), **limit)
+    limits = _device_limits(w2.device) if w2.is_cuda else {}
+    return launch_options(num_reqs, w2.shape[1], w2.element_size(), **limits)
 
 
 def _shape(
