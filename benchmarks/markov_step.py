@@ -43,12 +43,6 @@ CANDIDATES = tuple(
     LaunchOptions(block_vocab, tile_reqs, num_warps, 1, overlap)
     for overlap in (False, True)
     for block_vocab, tile_reqs, num_warps in (
-        (16, 1, 2),
-        (32, 1, 2),
-        (32, 1, 4),
-        (64, 1, 4),
-        (64, 1, 8),
-        (128, 1, 8),
         (64, 16, 4),
         (128, 16, 4),
         (128, 64, 8),
@@ -58,9 +52,8 @@ CANDIDATES = tuple(
 
 
 def candidates(num_reqs: int) -> list[LaunchOptions]:
-    """Those that do not waste most of a tile, nor pass over a program's rows for every request."""
-    single = [c for c in CANDIDATES if c.tile_reqs == 1 and num_reqs <= 8]
-    return single + [c for c in CANDIDATES if 1 < c.tile_reqs <= max(num_reqs, 16)]
+    """Those that do not waste most of a tile."""
+    return [other for other in CANDIDATES if other.tile_reqs <= max(num_reqs, 16)]
 
 
 class Block:

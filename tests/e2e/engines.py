@@ -87,6 +87,8 @@ ON_GPU = Place(
         "max_num_seqs": 32,
         "max_num_batched_tokens": 2048,
         "gpu_memory_utilization": 0.3,
+        # Neighbours on the GPU come and go, so what is free says nothing.
+        "kv_cache_memory_bytes": 2 << 30,
         "enable_prefix_caching": False,
         "compilation_config": {
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 192, 256],

@@ -48,13 +48,15 @@ def compile_ptx(
         "shared": compiled.metadata.shared,
         "matrix_product": "wgmma.mma_async" in ptx or "mma.sync" in ptx,
         "maximum": "max.u64" in ptx,
+        # In this order: what is read before the wait must not depend on what came before.
+        "overlap": 0 < ptx.find("griddepcontrol.launch") < ptx.find("griddepcontrol.wait"),
     }
     print(json.dumps(found), flush=True)
 
 
 def main() -> None:
     for count in (1, 256):
-        chosen = launch_options(count, RANK)
+        chosen = launch_options(count, RANK, overlap=True)
         sizes = {
             "RANK": RANK,
             "BLOCK_RANK": RANK,
@@ -66,7 +68,8 @@ def main() -> None:
             f"greedy {count}",
             markov_step._greedy_kernel,
             WEIGHTS | CELLS | {"draft_to_target_ptr": "*i64"},
-            sizes,
+            sizes | {"OVERLAP": True},
+            launch_pdl=True,
             **launch,
         )
         compile_ptx(

@@ -106,6 +106,32 @@ def test_uniform_mode_has_a_family_per_query_length() -> None:
     assert session.planner is None
 
 
+class SingleTokenPlanner:
+    """Has decided to verify nothing."""
+
+    uniform_query_len = 1
+
+    def dispatched(self, graph: Any) -> None: ...
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.DEVICE, VerifyMode.HOST, VerifyMode.CAP_ACCEPT])
+def test_single_tokens_replay_no_graph_of_longer_queries(mode: VerifyMode) -> None:
+    """The attention plan of a batch of single tokens does not fit the graphs of longer ones."""
+    manager, session = verify_graphs(mode, mixed_full=True)
+    decode = replayed(manager, 8, 8, 1)
+    has_family = mode is not VerifyMode.CAP_ACCEPT
+    assert decode.cg_mode == (FULL if has_family else PIECEWISE)
+    assert decode.uniform_token_count == (1 if has_family else None)
+    # The last token of a prompt among decodes: the host names no length, a longer one it does not.
+    last_of_prompt = manager.dispatch(6, 6, None, 0, max_query_len=None)
+    assert last_of_prompt.cg_mode == PIECEWISE
+    assert replayed(manager, 6, 7, None).cg_mode == FULL
+    planner = SingleTokenPlanner()
+    session.attach_planner(planner)
+    planned = manager.dispatch(8, 8, None, 0, max_query_len=BLOCK)
+    assert planned.uniform_token_count == (1 if has_family else None)
+
+
 def test_captures_run_from_the_largest_graph_to_the_smallest() -> None:
     manager, _ = verify_graphs(VerifyMode.DEVICE, mixed_full=True)
     tokens = [desc.num_tokens for desc in manager._capture_descs[FULL]]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_dspark.core.planner import Planner
@@ -69,14 +70,22 @@ def test_narrow_blocks_ride_along_with_varlen_batches_that_leave_their_graphs_ro
 
 def test_times_become_curves_by_tokens_and_by_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StartupProfile, "_logit_row_ms", lambda self: 0.002)
+
+    def graph_ms(tokens: int) -> float:
+        return 4.0 + 0.02 * tokens + (3.0 if tokens > 100 else 0.0)
+
     startup, runner, widths = profiled("reaching the largest batch")
     samples = []
     for batch in startup.batches():
-        requests = batch["num_tokens"] // runner.decode_query_len
+        tokens, query_len = batch["num_tokens"], runner.decode_query_len
+        # A varlen graph runs as many requests as it can hold.
+        uniform = query_len in (1, GAMMA + 1)
+        requests = tokens // query_len if uniform else min(tokens, MAX_REQS)
         samples.append(
             SimpleNamespace(
-                num_target_tokens=batch["num_tokens"],
-                forward_ms=4.0 + 0.02 * batch["num_tokens"],
+                num_target_tokens=tokens,
+                num_reqs=requests,
+                forward_ms=graph_ms(tokens) + 2e-4 * requests * batch["context_len"],
                 drafter_ms=1.0 + 0.005 * requests * widths[-1],
                 full_cudagraph=True,
             )
@@ -87,4 +96,9 @@ def test_times_become_curves_by_tokens_and_by_width(monkeypatch: pytest.MonkeyPa
     for width in WIDTHS:
         assert cost.draft_ms(MAX_REQS, width) == pytest.approx(1.0 + 0.005 * MAX_REQS * width)
     assert cost.logit_row_ms == 0.002
+    assert cost.context_token_ms == pytest.approx(2e-4)
+    # Few requests with many drafts pay for their own context, not for that of a full graph.
+    served = cost.step_ms(np.array([128, 256]), 16, 16 * 300)
+    rows = 2e-4 * 16 * 300
+    assert served == pytest.approx([graph_ms(128) + rows, graph_ms(256) + rows], rel=0.01)
     assert startup.fit(samples) is None, "the shapes are used up"

@@ -19,6 +19,8 @@ from vllm_dspark.core.tiers import ExecMode, TierLadder
 
 _TRIM_ROUNDS = 4
 _TRIM_SPREADS = 5.0
+_USUAL_SPREAD = 0.01
+"""Part of a step's time by which clean measurements of it differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +133,10 @@ def _robust_slopes(
         medians = {
             cell: float(np.median(rest[[other == cell for other in cells]])) for cell in set(cells)
         }
-        residual = np.abs(rest - np.array([medians[cell] for cell in cells]))
-        # 1.4826 MAD estimates a standard deviation; the floor keeps exact fits from trimming noise.
-        spread = 1.4826 * float(np.median(residual)) + 1e-6 * float(np.median(times))
+        residual = np.abs(rest - np.array([medians[cell] for cell in cells])) / times
+        # 1.4826 MAD estimates a standard deviation. Relative, and with a floor: small cells fit
+        # themselves, and must not make those look odd whose samples tell something.
+        spread = 1.4826 * float(np.median(residual)) + _USUAL_SPREAD
         trimmed = residual <= _TRIM_SPREADS * spread
         if (trimmed == keep).all():
             break

@@ -31,6 +31,8 @@ class VerifyGraphManager(ModelCudaGraphManager):
         session = find_session(vllm_config.speculative_config)
         assert session is not None, "bound only for runners that have a session"
         self._session: Session = session
+        self._single_token: dict[Any, list[BatchExecutionDescriptor]] = {}
+        """Candidates of batches with one token per request."""
         varlen = session.mode is VerifyMode.DEVICE
         super().__init__(vllm_config, *args, varlen_decode=varlen, **kw)
 
@@ -41,6 +43,10 @@ class VerifyGraphManager(ModelCudaGraphManager):
         self._add_uniform_graphs()
         if self._session.mixed_full_graphs and self.cudagraph_mode.has_piecewise_cudagraphs():
             self._add_mixed_graphs()
+        self._single_token = {
+            key: [desc for desc in found if _schedules_single_tokens(desc)]
+            for key, found in self._candidates.items()
+        }
 
     def _add_uniform_graphs(self) -> None:
         usual_width, usual_config = self.decode_query_len, self.compilation_config
@@ -76,10 +82,13 @@ class VerifyGraphManager(ModelCudaGraphManager):
     def _uniform_query_lens(self) -> list[int]:
         """Query lengths that get uniform graphs besides what the host captures anyway."""
         full = self.decode_query_len
-        if self._session.mode is VerifyMode.UNIFORM:
-            return list(range(1, full))
-        # Any length runs in a varlen graph; the two ends run cheaper in a uniform one.
-        return [1, full] if self._session.mode is VerifyMode.DEVICE else []
+        wanted = {
+            VerifyMode.UNIFORM: list(range(1, full)),
+            # Any length runs in a varlen graph; the two ends run cheaper in a uniform one.
+            VerifyMode.DEVICE: [1, full],
+            VerifyMode.HOST: [1],
+        }
+        return wanted.get(self._session.mode, [])
 
     def _add_family(self, query_len: int | None) -> None:
         """Let the host lay out full graphs of ``query_len`` and put them before what is there.
@@ -121,9 +130,20 @@ class VerifyGraphManager(ModelCudaGraphManager):
         planned = planner.uniform_query_len if planner is not None else None
         if planned is not None:
             uniform_token_count = max_query_len = planned
-        desc = super().dispatch(
-            num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
-        )
+        usual = self._candidates
+        if num_tokens == num_reqs:
+            self._candidates = self._single_token
+        try:
+            desc = super().dispatch(
+                num_reqs,
+                num_tokens,
+                uniform_token_count,
+                num_active_loras,
+                max_query_len,
+                num_ubatches,
+            )
+        finally:
+            self._candidates = usual
         if planner is not None:
             planner.dispatched(desc)
         return desc
@@ -148,6 +168,16 @@ class VerifyGraphManager(ModelCudaGraphManager):
             if desc.uniform_token_count is not None:
                 sizes.setdefault(desc.uniform_token_count - 1, set()).add(desc.num_tokens)
         return {width: TierLadder(tokens) for width, tokens in sizes.items()}
+
+
+def _schedules_single_tokens(desc: BatchExecutionDescriptor) -> bool:
+    """Whether the graph may replay a batch with one token per request.
+
+    FlashAttention 3 plans each replay on the host's longest query, and treats a longest query of
+    one as not causal. A graph captured for longer ones runs other tiles than that plan is made for,
+    and attends to the wrong tokens.
+    """
+    return desc.cg_mode != CUDAGraphMode.FULL or desc.uniform_token_count == 1
 
 
 def thin(sizes: list[int], ratio: float = 1.18) -> list[int]:

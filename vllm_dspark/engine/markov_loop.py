@@ -16,7 +16,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from vllm_dspark.engine.markov import MarkovStepHead
 from vllm_dspark.kernels.confidence import confidence
-from vllm_dspark.kernels.markov_step import MAX_RANK, draft_greedy, markov_logits
+from vllm_dspark.kernels.markov_step import (
+    MAX_RANK,
+    VARIANT_BATCHES,
+    draft_greedy,
+    markov_logits,
+)
 
 SampleLogits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 """The host's sampler: logits, request slots and positions `[num_reqs]`, block position; it returns
@@ -70,6 +75,18 @@ def loop_obstacle(speculator: Any) -> str:
     if speculator.acceptance_estimator is not None:
         return "the acceptance estimator reads the logits"
     return device_obstacle(speculator.device) or head_obstacle(speculator.model)
+
+
+def warm(speculator: Any) -> None:
+    """Compile every variant of the kernels, with drafts that nobody reads: for servers that capture
+    no graphs, and whose own warm-up meets one batch size.
+    """
+    most, queries = speculator.max_num_reqs, speculator.max_num_reqs * speculator.num_query_per_req
+    hidden = torch.zeros(
+        queries, speculator.hidden_size, dtype=speculator.dtype, device=speculator.device
+    )
+    for num_reqs in sorted({min(count, most) for count in VARIANT_BATCHES}):
+        draft_block(speculator, num_reqs, hidden)
 
 
 def draft_block(speculator: Any, num_reqs: int, head_hidden: torch.Tensor) -> None:

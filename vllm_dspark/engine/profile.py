@@ -3,8 +3,11 @@
 
 The host times dummy steps while it captures graphs and hands the times back. We pick the shapes:
 every captured uniform graph as the decode batch it serves (R requests of k+1 tokens each, with
-context), because those are the steps that plans choose between. LM head and rejection sampling run
-outside the timed forward, so a cost per logit row is timed on its own.
+context), because those are the steps that plans choose between. A dummy run fills every request
+slot of its graph, and each of them reads its context: a varlen graph of 256 tokens reads that of
+256 requests, where a served batch may hold 32. So the cost of a context token is told apart from
+the cost of the graph, by timing the varlen graphs with a short context too. LM head and rejection
+sampling run outside the timed forward, so a cost per logit row is timed on its own.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ between, and start-up should not take long."""
 CONTEXT_TOKENS = 1024
 """KV tokens behind every profiled request; enough for attention to cost what it costs in service.
 """
+_SHORT_CONTEXT = 64
 _LOGIT_ROWS = (64, 1024)
 _VARLEN_QUERY_LENS = (2, 4)
 """Mean lengths that a trimmed batch has; the varlen graphs are timed with these."""
@@ -44,6 +48,7 @@ class _Shape:
     query_len: int
     requests: int
     draft_width: int
+    context_len: int = CONTEXT_TOKENS
 
 
 class StartupProfile:
@@ -81,11 +86,15 @@ class StartupProfile:
                     yield {
                         "num_tokens": shape.query_len * shape.requests,
                         "uniform_decode": True,
-                        "context_len": min(CONTEXT_TOKENS, runner.max_model_len - shape.query_len),
+                        "context_len": self._context_len(shape),
                     }
         finally:
             runner.decode_query_len = usual
             self._set_width(self._widths[-1])
+
+    def _context_len(self, shape: _Shape) -> int:
+        """KV tokens behind each of the shape's requests."""
+        return int(min(shape.context_len, self._runner.max_model_len - shape.query_len))
 
     def _shapes(self) -> Iterator[_Shape]:
         most, widest = self._runner.max_num_reqs, self._widths[-1]
@@ -108,6 +117,9 @@ class StartupProfile:
             for query_len, draft_width in riders.items():
                 if tokens % query_len == 0 and tokens // query_len <= most:
                     yield _Shape(query_len, tokens // query_len, draft_width)
+            shortest = _VARLEN_QUERY_LENS[0]
+            if tokens % shortest == 0 and tokens // shortest <= most:
+                yield _Shape(shortest, tokens // shortest, riders[shortest], _SHORT_CONTEXT)
 
     def _rider(self, query_len: int) -> int:
         """Width that is timed along with a target forward: its graph has room for the context."""
@@ -125,13 +137,14 @@ class StartupProfile:
         steps = [
             StepSample(
                 tokens=same[0].num_target_tokens,
-                requests=shape.requests,
+                requests=same[0].num_reqs,
                 verify_ms=min(sample.forward_ms for sample in same),
+                context_tokens=same[0].num_reqs * self._context_len(shape),
                 mode=ExecMode.FULL if same[0].full_cudagraph else ExecMode.EAGER,
             )
             for shape, same in timed.items()
         ]
-        # One cell per measured total: families share totals, and their request counts differ.
+        # One cell per measured total: families share totals, and what they read differs.
         return replace(
             fit_cost_model(steps, {}, self._widths[-1]),
             draft_width=self._widths[-1],
@@ -165,11 +178,11 @@ def _draft_curves(timed: dict[_Shape, list[Any]]) -> dict[int, Curve]:
     """Shortest draft time by requests for every width; a shape's target forward does not matter."""
     times: dict[int, dict[int, float]] = {}
     for shape, same in timed.items():
-        if not same[0].full_cudagraph:
+        if not same[0].full_cudagraph or shape.context_len < CONTEXT_TOKENS:
             continue
         by_requests = times.setdefault(shape.draft_width, {})
-        shortest = min(sample.drafter_ms for sample in same)
-        by_requests[shape.requests] = min(shortest, by_requests.get(shape.requests, shortest))
+        requests, shortest = same[0].num_reqs, min(sample.drafter_ms for sample in same)
+        by_requests[requests] = min(shortest, by_requests.get(requests, shortest))
     return {
         width: Curve(
             np.array(sorted(by_requests), dtype=np.int64),
@@ -187,7 +200,8 @@ def describe(cost: CostModel | None) -> str:
     parts = ["verify " + _points(verify)]
     parts += [f"draft {width} wide {_points(c)}" for width, c in sorted(cost.draft_widths.items())]
     parts.append(
-        f"logit row {cost.logit_row_ms * 1e3:.2f} us, request {cost.request_ms * 1e3:.2f} us"
+        f"logit row {cost.logit_row_ms * 1e3:.2f} us, request {cost.request_ms * 1e3:.2f} us, "
+        f"1000 context tokens {cost.context_token_ms * 1e6:.2f} us"
     )
     return "; ".join(parts)
 

@@ -66,6 +66,7 @@ class DSparkProposer(DSparkSpeculator):
         self.families = DraftFamilies(self)
         self.next_width: Callable[[], int] = lambda: self.num_speculative_steps
         self.fused_markov: bool = True
+        self._kernels_warm = False
         self._past_end: Any = None
         """The batch behind which a block may pass the model length, None in other steps."""
 
@@ -104,7 +105,15 @@ class DSparkProposer(DSparkSpeculator):
                 passes = passes_end(input_batch, self.num_query_per_req, self.max_model_len)
                 self._past_end = input_batch if passes and not kwargs.get("dummy_run") else None
                 super().propose(*args, **kwargs)
+                if kwargs.get("dummy_run") and not self._kernels_warm:
+                    self._warm_kernels()
         return self.draft_tokens[: input_batch.num_reqs]
+
+    def _warm_kernels(self) -> None:
+        """In the first dummy run, which profiles memory: there is no traffic before it."""
+        self._kernels_warm = True
+        if isinstance(self.model, DSparkQwen3ForCausalLM) and not self.host_loop_reason:
+            markov_loop.warm(self)
 
     def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:
         """The last call before the draft runs: its inputs are laid out, and nothing reads them."""

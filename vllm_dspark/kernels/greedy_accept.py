@@ -33,7 +33,10 @@ class Accepted(NamedTuple):
 
 
 # The batch changes from step to step; a specialised variant would compile in traffic.
-@triton.jit(do_not_specialize=["num_reqs", "num_columns", "num_blocks"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_columns", "num_blocks"],
+    do_not_specialize_on_alignment=["cu_num_logits_ptr"],
+)
 def _block_argmax_kernel(
     block_max_ptr,  # [rows, num_blocks] float32, out
     block_argmax_ptr,  # [rows, num_blocks] int32, out
@@ -62,7 +65,14 @@ def _block_argmax_kernel(
     tl.store(block_argmax_ptr + row * num_blocks + block, best.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+# Views of the batch begin anywhere in the host's buffers: alignment is no part of a variant.
+@triton.jit(
+    do_not_specialize=["num_blocks"],
+    do_not_specialize_on_alignment=[
+        *("input_ids_ptr", "positions_ptr", "logits_indices_ptr", "cu_num_logits_ptr"),
+        *("idx_mapping_ptr", "seq_lens_ptr", "prefill_len_ptr"),
+    ],
+)
 def _accept_kernel(
     sampled_ptr,  # [num_reqs, width] int64, out
     num_sampled_ptr,  # [num_reqs] int32, out

@@ -32,6 +32,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 MAX_RANK = 512
 """Largest head that fits: a block of W2 stays in shared memory while requests pass by."""
 
+_FEW_REQS = 16
+VARIANT_BATCHES = (1, _FEW_REQS + 1)
+"""Batch sizes that between them meet every variant of ``launch_options``."""
+
 _CELL_BLOCK = 256
 
 
@@ -76,7 +80,7 @@ def launch_options(
         shared_limit: shared memory in bytes that a program may have, by default an H100's.
         overlap: whether the device can launch programs before those that they wait for have ended.
     """
-    tile_reqs, num_warps = (16, 4) if num_reqs <= 16 else (64, 8)
+    tile_reqs, num_warps = (16, 4) if num_reqs <= _FEW_REQS else (64, 8)
     options = LaunchOptions(128, tile_reqs, num_warps, num_stages=1, overlap=overlap)
     if element_bytes > 2:
         # Products of float32 run without tensor cores, with operands in registers.
