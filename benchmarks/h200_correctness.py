@@ -25,8 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 560
-SHARES = 2
-"""Processes that share the engines; each holds one engine at a time, of a third of the memory."""
+SHARES = 3
+"""Processes that share the engines; each holds one engine at a time, of a fifth of the memory."""
 NATIVE = "tests/e2e/test_gpu_modes.py::test_native_dspark_beside_ours"
 COUNTS = ("passed", "failed", "skipped", "jit_events_in_traffic")
 

@@ -86,7 +86,7 @@ ON_GPU = Place(
         "dtype": "bfloat16",
         "max_num_seqs": 32,
         "max_num_batched_tokens": 2048,
-        "gpu_memory_utilization": 0.3,
+        "gpu_memory_utilization": 0.2,
         # Neighbours on the GPU come and go, so what is free says nothing.
         "kv_cache_memory_bytes": 2 << 30,
         "enable_prefix_caching": False,

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm_dspark.engine import markov_loop
 from vllm_dspark.engine.markov import NoMarkovHead
 from vllm_dspark.engine.markov_loop import device_obstacle, head_obstacle, loop_obstacle
+from vllm_dspark.kernels.markov_step import launch_options
 
 CPU = torch.device("cpu")
 
@@ -130,3 +131,20 @@ def test_the_log_says_which_loop_runs_and_why(
     reason = "fused" if fused else "host's loop, switched off"
     assert logged == [f"DSpark Markov head: {reason}"]
     assert (host.proposer.host_loop_reason == "") == fused
+
+
+@pytest.mark.parametrize(("most", "met"), [(1, [1]), (8, [1, 8]), (64, [1, 17])])
+def test_warming_meets_every_variant(
+    most: int, met: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[tuple[int, tuple[int, ...]]] = []
+    monkeypatch.setattr(
+        markov_loop,
+        "draft_block",
+        lambda spec, num_reqs, hidden: blocks.append((num_reqs, tuple(hidden.shape))),
+    )
+    sizes = {"max_num_reqs": most, "num_query_per_req": 7, "hidden_size": 16}
+    markov_loop.warm(speculator(**sizes, dtype=torch.float32))
+    assert blocks == [(num_reqs, (most * 7, 16)) for num_reqs in met]
+    options = {launch_options(num_reqs) for num_reqs in range(1, most + 1)}
+    assert options == {launch_options(num_reqs) for num_reqs in met}

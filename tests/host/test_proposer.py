@@ -138,6 +138,30 @@ def test_a_width_of_zero_asks_the_host_for_no_block(
     assert asked == [0, None]
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_kernels_are_compiled_in_the_first_dummy_run(
+    fused: bool, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never in a later one, which an idle rank may run beside traffic."""
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    from vllm_dspark.engine.proposer import DSparkProposer
+
+    warmed: list[Any] = []
+    monkeypatch.setattr(markov_loop, "warm", warmed.append)
+    reason = "" if fused else "the test wants the host's loop"
+    monkeypatch.setattr(markov_loop, "loop_obstacle", lambda speculator: reason)
+    monkeypatch.setattr(DSparkSpeculator, "propose", lambda *args, **kwargs: None)
+    config = engine_config(target, tmp_path, harness.draft_config())
+    proposer = DraftHost(config, DSparkProposer).proposer
+    batch = SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([9, 9]))
+    proposer.propose(batch, dummy_run=False)
+    assert not warmed
+    for _ in range(2):
+        proposer.propose(batch, dummy_run=True)
+    assert warmed == ([proposer] if fused else [])
+
+
 def test_misfit_is_refused_before_anything_is_loaded(target: Path, tmp_path: Path) -> None:
     from vllm_dspark.engine.proposer import DSparkProposer
 
