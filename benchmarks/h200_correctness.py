@@ -6,10 +6,11 @@
 Runs `pytest tests/kernels tests/e2e -m gpu` in parts, side by side on the GPU, and leaves a JSON
 file with what they found: `passed`, `failed`, `skipped`, `jit_events_in_traffic` (kernels compiled
 while requests ran, the host's own included), `modes` (accepted length, continuations that differ
-from the target's and by how much, steps by what accepted them), `native` (the same of vLLM's own
-DSpark), `failures`, and the machine, versions, commit and commands of the run. Each part's own file
-is written after every test, so that a run which is cut short keeps what it had. The exit status is
-zero if every part ran to its end and nothing failed.
+from the target's and by how much, steps by what accepted them), `acceptance_spread` of the modes,
+`native` (the same of vLLM's own DSpark), `failures`, and the machine, versions, commit and commands
+of the run. Each part's own file is written after every test, so that a run which is cut short keeps
+what it had. The exit status is zero if every part ran to its end, nothing failed and all modes
+accept alike.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ LIMIT_S = 560
 SHARES = 3
 """Processes that share the engines; each holds one engine at a time, of a fifth of the memory."""
 NATIVE = "tests/e2e/test_gpu_modes.py::test_native_dspark_beside_ours"
+ACCEPTANCE = "tests/e2e/test_gpu_modes.py::test_acceptance_is_the_same_in_every_loop"
+"""Compares all modes with each other, so it is done on what all shares have found."""
+SAME_ACCEPTANCE = 0.02
 COUNTS = ("passed", "failed", "skipped", "jit_events_in_traffic")
 
 
@@ -35,6 +39,7 @@ def parts() -> dict[str, list[str]]:
     """Arguments of pytest by the name of the part."""
     engines = {
         f"engines {share + 1} of {SHARES}": ["tests/e2e", "--share", f"{share}/{SHARES}"]
+        + ["--deselect", ACCEPTANCE]
         + (["--deselect", NATIVE] if share else [])
         for share in range(SHARES)
     }
@@ -51,9 +56,22 @@ def merge(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     merged["modes"] = {
         mode: notes for part in found.values() for mode, notes in part["modes"].items()
     }
+    merged["acceptance_spread"] = acceptance_spread(merged["modes"])
     merged["native"] = next((part["native"] for part in found.values() if "native" in part), None)
     merged["failures"] = [failure for part in found.values() for failure in part["failures"]]
     return merged
+
+
+def acceptance_spread(modes: dict[str, dict[str, Any]]) -> float | None:
+    """How much more the best mode accepts than the worst, of those that draft whole blocks; None
+    if fewer than two did.
+    """
+    lengths = [
+        notes["accept_len"]
+        for name, notes in modes.items()
+        if notes["accept_len"] is not None and "widths by load" not in name
+    ]
+    return round(max(lengths) / min(lengths) - 1, 4) if len(lengths) > 1 else None
 
 
 def main() -> int:
@@ -90,8 +108,13 @@ def main() -> int:
         print(f"{name}: found nothing")
     if not found:
         return 1
+    merged = merge(found)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(merge(found), indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+    spread = merged["acceptance_spread"]
+    if spread is None or spread > SAME_ACCEPTANCE:
+        print(f"accepted lengths differ by {spread}, not by at most {SAME_ACCEPTANCE}")
+        failed = True
     return int(failed)
 
 

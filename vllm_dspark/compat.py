@@ -222,6 +222,15 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         "prepare_dflash_inputs writes no KV for positions past max_model_len",
     ),
     HostSymbol(
+        f"{_SPEC}.dflash.speculator",
+        "prepare_dflash_inputs",
+        ("input_batch", "num_query_per_req", "num_speculative_steps"),
+        "wrapped",
+        "During a server's first step only: the kernel is compiled for prompts of every length.",
+        _PULLS + "48804",
+        "vLLM compiles every variant of the kernel at start-up",
+    ),
+    HostSymbol(
         f"{_SPEC}.dspark.speculator",
         "DSparkSpeculator._sample_logits",
         ("self", "logits", "idx_map", "sample_pos", "step"),

@@ -78,8 +78,8 @@ CASES = {
         "static",
         pins=_STATIC_PINS,
         path="kernel",
-        # Without graphs there is no capture that compiles the kernels, so the host's warm-up does.
-        llm={"enforce_eager": True, "kernel_config": {"enable_flashinfer_autotune": False}},
+        # Neither a capture nor a warm-up of the host compiles the kernels.
+        llm={"enforce_eager": True},
     ),
 }
 MORE_CASES = {
@@ -243,7 +243,7 @@ def test_requests_of_every_kind(case: str, running: Running, plain: Plain) -> No
     assert len(sampled.token_ids) == len(penalty.token_ids) == 24
     (logprobs,) = got["logprobs"]
     assert all(len(best) >= 5 for best in logprobs.logprobs)
-    assert engine.accept_paths()["host"] > 0 or not definition(case).path
+    assert engine.accept_paths().get("host", 0) > 0 or not definition(case).path
 
 
 def test_prompts_that_join_a_decoding_batch(case: str, running: Running, plain: Plain) -> None:

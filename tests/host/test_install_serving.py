@@ -78,6 +78,10 @@ class _Accepting:
 
     def __init__(self, output: Any) -> None:
         self.output, self.captured = output, []
+        self.served: list[Any] = []
+
+    def serve(self, runner: Any) -> None:
+        self.served.append(runner)
 
     def from_hidden(self, *args: Any) -> Any:
         return self.output

@@ -154,12 +154,14 @@ def test_kernels_are_compiled_in_the_first_dummy_run(
     monkeypatch.setattr(DSparkSpeculator, "propose", lambda *args, **kwargs: None)
     config = engine_config(target, tmp_path, harness.draft_config())
     proposer = DraftHost(config, DSparkProposer).proposer
+    proposer._kernels_warm = False  # as on a GPU
+    proposer.before_traffic = [lambda: warmed.append("acceptance")]
     batch = SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([9, 9]))
     proposer.propose(batch, dummy_run=False)
     assert not warmed
     for _ in range(2):
         proposer.propose(batch, dummy_run=True)
-    assert warmed == ([proposer] if fused else [])
+    assert warmed == ["acceptance", *([proposer] if fused else [])]
 
 
 def test_misfit_is_refused_before_anything_is_loaded(target: Path, tmp_path: Path) -> None:

@@ -34,4 +34,16 @@ def test_every_engine_is_in_one_share_and_the_native_one_too() -> None:
     arguments = list(suite.parts().values())
     shares = [words[words.index("--share") + 1] for words in arguments if "--share" in words]
     assert shares == [f"{share}/{suite.SHARES}" for share in range(suite.SHARES)]
-    assert sum("--deselect" in words for words in arguments) == suite.SHARES - 1
+    assert sum(suite.NATIVE in words for words in arguments) == suite.SHARES - 1
+    assert sum(suite.ACCEPTANCE in words for words in arguments) == suite.SHARES
+
+
+def test_modes_are_compared_whatever_share_they_ran_in() -> None:
+    modes = {
+        "device, sync": {"accept_len": 3.0},
+        "host, sync": {"accept_len": 3.09},
+        "device, overlap, widths by load": {"accept_len": 1.5},
+        "static, sync": {"accept_len": None},
+    }
+    assert suite.acceptance_spread(modes) == 0.03
+    assert suite.acceptance_spread({"device, sync": {"accept_len": 3.0}}) is None

@@ -81,25 +81,22 @@ class FoldedAccept:
         self._graphs: AcceptGraphs | None = None
 
     @torch.inference_mode()
-    def warm(self, runner: Any) -> None:
-        """Compile the kernels for logits as this runner's model makes them, before traffic."""
-        hidden = getattr(runner.cudagraph_manager, "hidden_states", None)
-        if hidden is None:
-            width, dtype = runner.model_config.get_hidden_size(), runner.model_config.dtype
-            hidden = torch.zeros(1, width, dtype=dtype, device=runner.device)
-        inputs = runner.input_buffers
-        first = torch.zeros(1, dtype=torch.int64, device=runner.device)
+    def warm(self, logits: torch.Tensor) -> None:
+        """Compile the kernels for such logits ``[1, vocabulary]``, before traffic."""
+        first, one = (
+            torch.zeros(1, dtype=dtype, device=logits.device)
+            for dtype in (torch.int64, torch.int32)
+        )
         greedy_accept(
-            runner.model.compute_logits(hidden[:1]),
-            inputs.input_ids,
-            inputs.positions,
+            logits,
+            one,
             first,
-            torch.arange(2, dtype=torch.int32, device=runner.device),
             first,
-            inputs.seq_lens,
+            torch.arange(2, dtype=torch.int32, device=logits.device),
+            first,
+            one,
             self._prefill_len.gpu,
             self._buffers.accept_buffers(1),
-            columns_of(runner.speculator.draft_logits),
         )
 
     def capture(self, runner: Any) -> None:

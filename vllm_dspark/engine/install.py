@@ -129,6 +129,7 @@ def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
         proposer.families.allow(session.block_widths)
         proposer.next_width = session.next_width
         proposer.fused_markov = session.config.fused_markov == "auto"
+        proposer.before_traffic = session.before_traffic
         return proposer
 
     return init_speculator
@@ -289,6 +290,7 @@ def _wrap_sample(original: Any, runner: ModuleType) -> Any:
     def sample(self: Any, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         verifier = _verifier(self)
         if verifier is not None and self.batch_sharder is None:
+            verifier.serve(self)
             output = verifier.from_hidden(hidden_states, input_batch, grammar_output)
             if output is not None:
                 return output, output.num_sampled, output.num_rejected

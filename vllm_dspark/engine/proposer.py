@@ -19,18 +19,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from vllm_dspark.engine import markov_loop
 from vllm_dspark.engine.checkpoint import CheckpointError, block_size, validate_checkpoint
 from vllm_dspark.engine.draft_graphs import DraftGraphManager
+from vllm_dspark.engine.draft_inputs import every_block
 from vllm_dspark.engine.draft_model import DSparkQwen3ForCausalLM, target_shape
 from vllm_dspark.engine.draft_width import DraftFamilies
 from vllm_dspark.engine.registration import DRAFT_ARCHITECTURES
@@ -57,6 +60,7 @@ class DSparkProposer(DSparkSpeculator):
             the block out, where the host can.
         fused_markov: whether fused kernels may sample a vanilla Markov head. Set it before the
             first block is drafted.
+        before_traffic: called in the first dummy run on a GPU; compiles what others will need.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -66,7 +70,8 @@ class DSparkProposer(DSparkSpeculator):
         self.families = DraftFamilies(self)
         self.next_width: Callable[[], int] = lambda: self.num_speculative_steps
         self.fused_markov: bool = True
-        self._kernels_warm = False
+        self.before_traffic: Sequence[Callable[[], None]] = ()
+        self._kernels_warm = self._inputs_warm = device.type != "cuda"
         self._past_end: Any = None
         """The batch behind which a block may pass the model length, None in other steps."""
 
@@ -97,23 +102,34 @@ class DSparkProposer(DSparkSpeculator):
         keeps the draft's context up to date.
         """
         input_batch = args[0] if args else kwargs["input_batch"]
-        width = self.next_width()
-        if width == 0:
-            super().propose(*args, **{**kwargs, "num_speculative_tokens": 0})
-        else:
-            with self.families.at(width):
-                passes = passes_end(input_batch, self.num_query_per_req, self.max_model_len)
-                self._past_end = input_batch if passes and not kwargs.get("dummy_run") else None
-                super().propose(*args, **kwargs)
-                if kwargs.get("dummy_run") and not self._kernels_warm:
-                    self._warm_kernels()
+        width, dummy = self.next_width(), bool(kwargs.get("dummy_run"))
+        with self._compiling(dummy):
+            if width == 0:
+                super().propose(*args, **{**kwargs, "num_speculative_tokens": 0})
+            else:
+                with self.families.at(width):
+                    passes = passes_end(input_batch, self.num_query_per_req, self.max_model_len)
+                    self._past_end = input_batch if passes and not dummy else None
+                    super().propose(*args, **kwargs)
         return self.draft_tokens[: input_batch.num_reqs]
 
-    def _warm_kernels(self) -> None:
-        """In the first dummy run, which profiles memory: there is no traffic before it."""
-        self._kernels_warm = True
-        if isinstance(self.model, DSparkQwen3ForCausalLM) and not self.host_loop_reason:
-            markov_loop.warm(self)
+    @contextmanager
+    def _compiling(self, dummy: bool) -> Iterator[None]:
+        """Around a step, to compile what later ones need: our kernels in the first dummy run, which
+        profiles memory, the host's in the first step. By default that is one of the host's warm-up.
+        """
+        if not dummy and not self._inputs_warm:
+            self._inputs_warm = True
+            with every_block(dflash, self.families.widths):
+                yield
+            return
+        yield
+        if dummy and not self._kernels_warm:
+            self._kernels_warm = True
+            for compile_kernels in self.before_traffic:
+                compile_kernels()
+            if isinstance(self.model, DSparkQwen3ForCausalLM) and not self.host_loop_reason:
+                markov_loop.warm(self)
 
     def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:
         """The last call before the draft runs: its inputs are laid out, and nothing reads them."""

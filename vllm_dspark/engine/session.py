@@ -40,6 +40,8 @@ class Session:
     device_obstacle: str = ""
     """Why the device cannot fix lengths, as far as the configuration tells."""
     writer: MetricsWriter | None = None
+    before_traffic: list[Callable[[], None]] = field(default_factory=list)
+    """What must be compiled before the first request, on GPUs."""
     _planner: weakref.ref[StepPlanner] | None = field(default=None, repr=False)
     _proposer: weakref.ref[DSparkProposer] | None = field(default=None, repr=False)
 

@@ -37,6 +37,7 @@ class Verifier(RejectionSampler):
         session = find_session(spec_config)
         assert session is not None, "bound only for runners that have a session"
         self._session = session
+        self._spec_config, self._device = spec_config, torch.device(device)
         states, requests = sampler.sampling_states, sampler.req_states
         session.temperatures = lambda: states.temperature.np
         self._readers: tuple[torch.cuda.Stream, ...] = ()
@@ -44,14 +45,26 @@ class Verifier(RejectionSampler):
         self._folded: FoldedAccept | None = None
         if session.config.folded_accept != "off":
             gamma = spec_config.num_speculative_tokens
-            buffers = AcceptBuffers(requests.max_num_reqs, gamma, torch.device(device))
+            buffers = AcceptBuffers(requests.max_num_reqs, gamma, self._device)
             self._folded = FoldedAccept(buffers, requests.prefill_len)
+            if self._device.type == "cuda":
+                session.before_traffic.append(self._warm)
+
+    def _warm(self) -> None:
+        """Compile acceptance for logits as the target makes them."""
+        assert self._folded is not None
+        target = self._spec_config.target_model_config
+        logits = torch.zeros(1, target.get_vocab_size(), dtype=target.dtype, device=self._device)
+        self._folded.warm(logits)
+
+    def serve(self, runner: Any) -> None:
+        """Outcomes will be copied to the host as this runner does it."""
+        if not self._readers and runner.device.type == "cuda":
+            self._readers = (runner.output_copy_stream,)
 
     def capture(self, runner: Any) -> None:
         """The runner has captured its model: capture acceptance behind it."""
-        self._readers = (runner.output_copy_stream,)
         if self._folded is not None:
-            self._folded.warm(runner)
             self._folded.capture(runner)
 
     def from_hidden(
