@@ -39,12 +39,21 @@ class StandInStream:
 
 
 class StandInEvent:
-    """Counts who waited for it."""
+    """Counts who waited for it; recorded at `now_ms`."""
+
+    now_ms = 0.0
 
     def __init__(self, *args: object, **options: object) -> None:
         self.synchronized = 0
+        self.recorded_ms = 0.0
+        self.timed = bool(options.get("enable_timing"))
 
-    def record(self, stream: object = None) -> None: ...
+    def record(self, stream: object = None) -> None:
+        self.recorded_ms = StandInEvent.now_ms
+
+    def elapsed_time(self, later: "StandInEvent") -> float:
+        assert self.timed and later.timed
+        return later.recorded_ms - self.recorded_ms
 
     def synchronize(self) -> None:
         self.synchronized += 1

@@ -54,6 +54,20 @@ def test_what_lands_is_what_was_published() -> None:
     assert landed.own is landed.agreed
 
 
+@pytest.mark.parametrize("timed", [True, False])
+def test_steps_are_timed_where_they_end(timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late they are read, and however far ahead the host was then."""
+    relay = BlockRelay(SLOTS, ROWS, CPU, timed=timed)
+    times = []
+    for step, now_ms in enumerate((5.0, 15.0, 45.0, 2045.0, 2055.0)):
+        monkeypatch.setattr(StandInEvent, "now_ms", now_ms)
+        publish(relay, 0.5)
+        times += [landed.step_ms for landed in relay.collect(1)]
+        assert len(times) == step
+    times += [landed.step_ms for landed in relay.collect(0)]
+    assert times == ([None, 10.0, 30.0, None, 10.0] if timed else [None] * 5)
+
+
 def test_sources_may_be_rewritten_right_after() -> None:
     """Confidences, counts and slots live in buffers that the next replay overwrites."""
     relay = BlockRelay(SLOTS, ROWS, CPU)
@@ -117,8 +131,8 @@ def test_reading_waits_for_the_copy_and_never_asks_whether_it_is_done(
     events: list[StandInEvent] = []
 
     class Event(StandInEvent):
-        def __init__(self, *args: object) -> None:
-            super().__init__()
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
             events.append(self)
 
         def query(self) -> bool:

@@ -56,7 +56,7 @@ class StepDecision:
     graph_miss: str = ""
     """Why a step that should have replayed a full graph did not."""
     measured_ms: float | None = None
-    """Time from this decision to that of the next step; None if there was a pause."""
+    """How long the step took; None if it was not timed, or there was a pause."""
 
     @property
     def spendable(self) -> np.ndarray:
@@ -85,7 +85,7 @@ Observer = Callable[[StepDecision, np.ndarray], None]
 
 
 class StepClock:
-    """Time from one decision to the next, which is the step time of a busy engine."""
+    """Time from one decision to the next, which is the step time where the host runs the model."""
 
     PAUSE_MS = 1000.0
     """A longer gap is an idle engine, not a step."""

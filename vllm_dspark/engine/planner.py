@@ -114,7 +114,6 @@ class StepPlanner:
         self._answers_admitted = answers_admitted
         self._observers = tuple(observers)
         self._regimes_of = regimes_of
-        self._clock = StepClock()
         self._has_confidence = has_confidence
         self._share = share
         self._profile: StartupProfile | None = None
@@ -124,8 +123,11 @@ class StepPlanner:
         self._agreement = agreement or Agreement()
         self._rows = BlockRows(gamma)
         own = self._agreement.keeps_own_rows
-        self._relay = BlockRelay(slots, self._rows, req_states.device, own)
         self._live_host = req_states.device.type == "cpu"
+        self._relay = BlockRelay(
+            slots, self._rows, req_states.device, own, timed=not self._live_host
+        )
+        self._clock = StepClock() if self._live_host else None
         self._latest = SlotTable(slots, gamma)
         # Elsewhere nothing newer than what the budget may see ever reaches the host.
         self._lagged = SlotTable(slots, gamma) if self._live_host else self._latest
@@ -155,7 +157,8 @@ class StepPlanner:
     ) -> int:
         """Decide the step; returns the tokens that will run."""
         self._agreement.begin_step()
-        self._clock.tick(self._awaiting, self._relay.published)
+        if self._clock is not None:
+            self._clock.tick(self._awaiting, self._relay.published)
         self._read_results()
         batch = self._batch(num_tokens_per_req, draft_tokens)
         confidence, state = self._lagged.read(batch.slots, self._relay.published)
@@ -458,6 +461,8 @@ class StepPlanner:
         if not self._awaiting or self._awaiting[0].step != landed.step:
             return
         decision = self._awaiting.popleft()
+        if landed.step_ms is not None:
+            decision.measured_ms = landed.step_ms
         if decision.admitted is None:
             decision.admitted = landed.agreed.verified
         decision.predicted = self._latest.peek(decision.slots, decision.step)

@@ -35,6 +35,9 @@ class Landed:
     """What this rank produced; the same object unless the group's values replaced it."""
     width: int
     """Slots of the block that were drafted; confidences past it mean nothing."""
+    step_ms: float | None = None
+    """Time between the end of the step before and the end of this one on the device; None without
+    a step before, after a pause, and where events are not timed."""
 
 
 @dataclass
@@ -56,7 +59,12 @@ class BlockRelay:
         device: where confidences are produced.
         keeps_own: two sets of rows are published per step, the group's and this rank's.
         depth: steps that may be unread; the oldest is read before it would be overwritten.
+        timed: steps are timed by the device. The host cannot tell their times where it runs ahead:
+            the time between two of its decisions is that of an earlier step.
     """
+
+    PAUSE_MS = 1000.0
+    """A longer step is an idle engine."""
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class BlockRelay:
         device: torch.device,
         keeps_own: bool = False,
         depth: int = 4,
+        timed: bool = False,
     ) -> None:
         self._rows = rows
         self._device = device
@@ -76,6 +85,8 @@ class BlockRelay:
         )
         self._in_flight: deque[_InFlight] = deque()
         self._stream = torch.cuda.Stream(device)
+        self._timed = timed
+        self._last: torch.cuda.Event | None = None
         self.published = 0
 
     def publish(self, slots: np.ndarray, width: int, *rows: torch.Tensor) -> None:
@@ -98,7 +109,7 @@ class BlockRelay:
         with torch.cuda.stream(self._stream):
             for target, source in zip(host, rows, strict=True):
                 target[: len(slots)].copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(enable_timing=self._timed)
             event.record(self._stream)
         self._in_flight.append(_InFlight(self.published, slots.copy(), width, rows, host, event))
         self.published += 1
@@ -111,4 +122,12 @@ class BlockRelay:
             count = len(entry.slots)
             values = [self._rows.unpack(rows[:count].numpy()) for rows in entry.host]
             self._free.append(entry.host)
-            yield Landed(entry.step, entry.slots, values[0], values[-1], entry.width)
+            step_ms = self._time(entry.event)
+            yield Landed(entry.step, entry.slots, values[0], values[-1], entry.width, step_ms)
+
+    def _time(self, event: torch.cuda.Event) -> float | None:
+        last, self._last = self._last, event
+        if not self._timed or last is None:
+            return None
+        elapsed_ms = float(last.elapsed_time(event))
+        return elapsed_ms if elapsed_ms < self.PAUSE_MS else None
