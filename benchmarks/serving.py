@@ -47,7 +47,7 @@ RECORDED = (
     *("systems", "shape", "sampling", "concurrency", "requests_per_slot", "min_requests"),
     *("output_tokens", "warmup_tokens", "longest_prompt", "seed", "repeats", "repeats_in_process"),
     *("capture_sizes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("gpu_memory_utilization", "kv_cache_gib", "together", "engine"),
+    *("gpu_memory_utilization", "kv_cache_gib", "together", "engine", "speculative"),
 )
 
 
@@ -135,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=int, default=8192)
     add("--gpu-memory-utilization", type=float, default=0.85)
     add("--engine", default="{}", help="JSON object of further arguments, the same for all")
+    add("--speculative", default="{}", help="JSON object of further speculative_config options")
     add("--cpu", action="store_true", help="Triton's interpreter on a CPU, eager")
     add("--demo", type=Path, default=REPOSITORY / "demo", help="folder of the demo pair")
     add("--widen-tool", type=Path, default=HERE / "widen_pair.py")
@@ -268,6 +269,7 @@ def _job(
         eager=options.cpu,
         profile_dir=profile_dir,
         profile_steps=options.profile_steps,
+        speculative=serving_results.parse_object(options.speculative),
         extra=serving_results.parse_object(options.engine),
     )
     return Job(

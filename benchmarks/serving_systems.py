@@ -142,6 +142,7 @@ class EngineOptions:
     eager: bool = False
     profile_dir: str = ""
     profile_steps: int = 30
+    speculative: dict[str, Any] = field(default_factory=dict)  # further speculative options
     extra: dict[str, Any] = field(default_factory=dict)  # further arguments of the engine
 
 
@@ -175,6 +176,7 @@ def engine_arguments(
             "model": str(pair / "draft"),
             "draft_sample_method": "probabilistic" if TEMPERATURES[sampling] else "greedy",
             **system.speculative,
+            **options.speculative,
         }
     if system.plugin is not None:
         arguments["additional_config"] = {"dspark": system.plugin}

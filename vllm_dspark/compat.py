@@ -43,6 +43,8 @@ class HostSymbol:
     upstream: str
     removal: str
     """What has to happen upstream before this entry can be deleted."""
+    optional: bool = False
+    """Without it the plugin runs, and an option that needs it is refused."""
 
     @property
     def path(self) -> str:
@@ -65,7 +67,19 @@ class MissingHookError(RuntimeError):
     """The host lacks a symbol that the plugin cannot do without."""
 
 
+QUANTIZED_HEAD = HostSymbol(
+    "vllm.model_executor.layers.quantization.online.lm_head",
+    "quantized_lm_head_copy",
+    ("lm_head", "quantization"),
+    "called",
+    "The draft's LM head as a rounded copy; the host makes one for EAGLE and MTP drafts only.",
+    _ISSUES + "36219",
+    "speculative_config.draft_lm_head_quantization is allowed for dspark",
+    optional=True,
+)
+
 HOST_SYMBOLS: tuple[HostSymbol, ...] = (
+    QUANTIZED_HEAD,
     HostSymbol(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",
@@ -360,10 +374,15 @@ def probe(symbols: Iterable[HostSymbol] | None = None) -> list[ProbeResult]:
 
 def require(symbols: Iterable[HostSymbol] | None = None) -> None:
     """Raise ``MissingHookError`` naming every unusable symbol and the versions."""
-    missing = [result for result in probe(symbols) if not result.ok]
+    missing = [result for result in probe(symbols) if not (result.ok or result.symbol.optional)]
     if missing:
         listed = "; ".join(f"{result.symbol.path}: {result.problem}" for result in missing)
         raise MissingHookError(f"{listed} ({describe_versions()})")
+
+
+def present(symbol: HostSymbol) -> bool:
+    """Whether the host has an optional symbol as we need it."""
+    return not _problem(symbol)
 
 
 def usable(*, strict: bool) -> bool:

@@ -4,6 +4,7 @@
 import dataclasses
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,8 +34,8 @@ def owner_of(entry: HostSymbol) -> tuple[Any, str]:
 
 
 def test_every_symbol_is_in_the_installed_host() -> None:
-    problems = {r.symbol.path: r.problem for r in compat.probe() if not r.ok}
-    assert problems == {}
+    problems = {r.symbol: r.problem for r in compat.probe() if not r.ok}
+    assert [symbol.path for symbol in problems if not symbol.optional] == []
 
 
 def test_entries_say_why_where_and_until_when() -> None:
@@ -56,14 +57,14 @@ def test_everything_that_is_replaced_is_in_the_table() -> None:
         assert TABLE[path].parameters, f"{path}: nothing of the signature is checked"
 
 
-@pytest.mark.parametrize("path", sorted(TABLE))
+@pytest.mark.parametrize("path", sorted(p for p, entry in TABLE.items() if not entry.optional))
 def test_a_symbol_that_goes_is_the_one_that_is_named(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = TABLE[path]
     name = entry.attribute.rpartition(".")[2]
     lose(importlib.import_module(entry.module), entry.attribute, monkeypatch)
-    missing = [r for r in compat.probe(HOST_SYMBOLS) if not r.ok]
+    missing = [r for r in compat.probe(HOST_SYMBOLS) if not (r.ok or r.symbol.optional)]
     # A class that goes takes its listed attributes with it.
     assert path in {r.symbol.path for r in missing}
     assert all(r.symbol.path == path or r.symbol.path.startswith(f"{path}.") for r in missing)
@@ -85,7 +86,7 @@ def test_a_parameter_that_goes_is_named(path: str, monkeypatch: pytest.MonkeyPat
     namespace: dict[str, Any] = {}
     exec(f"def changed({kept}): ...", namespace)
     monkeypatch.setattr(owner, name, namespace["changed"])
-    (missing,) = (r for r in compat.probe(HOST_SYMBOLS) if not r.ok)
+    (missing,) = (r for r in compat.probe(HOST_SYMBOLS) if not (r.ok or r.symbol.optional))
     assert missing.symbol is entry
     assert missing.problem == f"no parameter {lost}"
 
@@ -94,7 +95,7 @@ def test_a_wrapped_symbol_still_shows_the_host_signature() -> None:
     runner = importlib.import_module(compat.RUNNER)
     install.bind(runner)
     assert hasattr(runner.init_speculator, "dspark_original")
-    assert compat.probe() and all(r.ok for r in compat.probe())
+    assert compat.probe() and all(r.ok or r.symbol.optional for r in compat.probe())
 
 
 def test_a_module_that_cannot_be_imported_is_a_problem_not_an_error() -> None:
@@ -112,6 +113,15 @@ def test_every_missing_symbol_is_named_at_once() -> None:
     assert "json:first: no attribute 'first'" in message
     assert "json:dumps: no parameter other, another" in message
     assert "json:loads" not in message
+
+
+def test_an_optional_symbol_may_be_missing() -> None:
+    gone = replace(symbol("json", "first"), optional=True)
+    assert not compat.present(gone)
+    assert compat.present(replace(symbol("json", "loads", "s"), optional=True))
+    compat.require([gone])
+    (result,) = compat.probe([gone])
+    assert not result.ok
 
 
 def test_parameters_of_things_that_do_not_tell() -> None:

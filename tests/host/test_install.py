@@ -32,7 +32,7 @@ from vllm_dspark.engine import install, session
 from vllm_dspark.engine.modes import VerifyMode
 
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dspark.speculator"
-SYMBOLS = sorted(entry.path for entry in compat.HOST_SYMBOLS)
+SYMBOLS = sorted(entry.path for entry in compat.HOST_SYMBOLS if not entry.optional)
 # Not a name of the runner: a host without it is noticed where the operator sees it.
 TAKES_OVER = f"{compat.RUNNER}:init_speculator"
 

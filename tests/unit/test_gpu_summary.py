@@ -43,6 +43,7 @@ def test_modes_are_compared_whatever_share_they_ran_in() -> None:
         "device, sync": {"accept_len": 3.0},
         "host, sync": {"accept_len": 3.09},
         "device, overlap, widths by load": {"accept_len": 1.5},
+        "device, overlap, fp8 head": {"accept_len": 2.5},
         "static, sync": {"accept_len": None},
     }
     assert suite.acceptance_spread(modes) == 0.03

@@ -279,6 +279,11 @@ def test_systems_differ_in_speculation_and_plugin_options_only(tmp_path: Path) -
     assert every["fixed3"]["speculative_config"]["draft_sample_method"] == "greedy"
     sampled = engine_arguments(parse_system("fixed3"), tmp_path, "t0.8", options)
     assert sampled["speculative_config"]["draft_sample_method"] == "probabilistic"
+    more = EngineOptions(speculative={"quantization": "fp8"})
+    for name in ("fixed3", "plugin"):
+        rounded = engine_arguments(parse_system(name), tmp_path, "greedy", more)
+        assert rounded["speculative_config"]["quantization"] == "fp8"
+    assert engine_arguments(parse_system("none"), tmp_path, "greedy", more) == every["none"]
 
 
 def test_only_the_plugin_runs_with_the_plugin(
