@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 560
-SHARES = 3
+SHARES = 4
 """Processes that share the engines; each holds one engine at a time, of a fifth of the memory."""
 NATIVE = "tests/e2e/test_gpu_modes.py::test_native_dspark_beside_ours"
 ACCEPTANCE = "tests/e2e/test_gpu_modes.py::test_acceptance_is_the_same_in_every_loop"
