@@ -38,7 +38,7 @@ import tp_workloads
 from tp_ray import ray_part, write
 from tp_servers import DRIFT, Disturbed, Servers
 from tp_stability import FAILURES, WINDOW_STEPS, price
-from tp_workloads import REQUEST_LIMIT_S, Answer, send
+from tp_workloads import REQUEST_LIMIT_S, Answer, other_tokens, send
 
 from vllm_dspark.cli import demo
 from vllm_dspark.cli.provenance import header
@@ -197,7 +197,9 @@ def synced_part(run: Run) -> dict[str, Any]:
                 "steps": compared.steps,
                 "mismatches": compared.differing,
                 "outcomes": dict(Counter(answer.outcome for answer in answers)),
-                "other_tokens": other_tokens(running, reference, answers),
+                "other_tokens": other_tokens(
+                    Client(running.url, demo.SERVED_NAME), reference, answers
+                ),
             }
             print(json.dumps({name: found[name]}), flush=True)
         found["undisturbed"] = undisturbed(run, running, disturbed)
@@ -208,21 +210,6 @@ def synced_part(run: Run) -> dict[str, Any]:
         print(json.dumps(found["sync_price"]), flush=True)
         run.outside_ray = write(running, run.prompts)
     return found
-
-
-def other_tokens(
-    running: Server, expected: Sequence[Answer], got: Sequence[Answer]
-) -> dict[str, int]:
-    """Answers whose tokens differ, by whether the first difference is a near tie."""
-    client = Client(running.url, demo.SERVED_NAME)
-    pairs = [
-        [Greedy(list(answer.prompt_ids), list(answer.token_ids)) for answer in (one, other)]
-        for one, other in zip(expected, got, strict=True)
-        if one.outcome == other.outcome == "ok"
-    ]
-    differences = client.differences(*zip(*pairs, strict=True)) if pairs else []
-    near = sum(difference.near_tie for difference in differences)
-    return {"compared": len(pairs), "near_ties": near, "wrong": len(differences) - near}
 
 
 PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {

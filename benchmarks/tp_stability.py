@@ -42,12 +42,12 @@ from typing import Any
 import tp_servers
 import tp_workloads
 from tp_servers import DRIFT, Disturbed, Servers
-from tp_workloads import WORKLOADS, Answer, Request, send
+from tp_workloads import WORKLOADS, Answer, Request, other_tokens, send
 
 from vllm_dspark.cli import demo
 from vllm_dspark.cli.provenance import header
 from vllm_dspark.cli.server import Server, ServerError
-from vllm_dspark.cli.traffic import Client, Greedy, read_prompts
+from vllm_dspark.cli.traffic import Client, read_prompts
 from vllm_dspark.metrics_snapshot import (
     PREFIX,
     Snapshot,
@@ -160,19 +160,11 @@ def count_wrong(
     soak: Soak, cell: Cell, running: Server, requests: Sequence[Request], answers: Sequence[Answer]
 ) -> int:
     """Greedy answers that are not the undisturbed server's, near ties left out."""
-    pairs = [
-        (
-            Greedy(list(a.prompt_ids), list(a.token_ids)),
-            Greedy(list(b.prompt_ids), list(b.token_ids)),
-        )
-        for request, a, b in zip(requests, soak.reference[cell.workload], answers, strict=False)
-        if request.temperature == 0 and a.outcome == b.outcome == "ok"
-    ]
-    if not pairs:
-        return 0
+    reference = soak.reference[cell.workload]
+    greedy = [i for i, request in enumerate(requests) if request.temperature == 0]
     client = Client(running.url, demo.SERVED_NAME)
-    expected, got = zip(*pairs, strict=True)
-    return sum(not difference.near_tie for difference in client.differences(expected, got))
+    found = other_tokens(client, [reference[i] for i in greedy], [answers[i] for i in greedy])
+    return found["wrong"]
 
 
 def run_matrix(soak: Soak, cells: Sequence[Cell], deadline_s: float) -> Iterator[Any]:

@@ -15,6 +15,8 @@ from typing import Any
 
 from openai import APITimeoutError, OpenAI
 
+from vllm_dspark.cli.traffic import Client, Greedy
+
 REQUEST_LIMIT_S = 300.0
 LONG_PROMPT_CHARACTERS = 1200
 
@@ -166,3 +168,20 @@ def _one(client: Any, model: str, request: Request) -> Answer:
     return Answer(
         "ok" if complete else "truncated", tuple(choice.token_ids), tuple(choice.prompt_token_ids)
     )
+
+
+def other_tokens(
+    client: Client, expected: Sequence[Answer], got: Sequence[Answer]
+) -> dict[str, int]:
+    """Greedy answers whose tokens differ, by whether the first difference is a near tie.
+
+    Answers that failed on either side are not compared; others count them.
+    """
+    pairs = [
+        [Greedy(list(answer.prompt_ids), list(answer.token_ids)) for answer in (one, other)]
+        for one, other in zip(expected, got, strict=True)
+        if one.outcome == other.outcome == "ok"
+    ]
+    differences = client.differences(*zip(*pairs, strict=True)) if pairs else []
+    near = sum(difference.near_tie for difference in differences)
+    return {"compared": len(pairs), "near_ties": near, "wrong": len(differences) - near}

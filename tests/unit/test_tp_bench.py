@@ -19,6 +19,9 @@ from engine_group import Disturbed  # noqa: E402
 from tp_servers import Servers  # noqa: E402
 from tp_stability import FAILURES, Soak  # noqa: E402
 from tp_stability import summary as stability_summary  # noqa: E402
+from tp_workloads import Answer  # noqa: E402
+
+from vllm_dspark.cli.traffic import Client  # noqa: E402
 
 PROMPTS = ["one", "two", "three"]
 
@@ -55,6 +58,33 @@ class TestWorkloads:
     def test_some_clients_leave_and_some_stay(self) -> None:
         leaves = {request.leaves for request in tp_workloads.build("leaving", PROMPTS, 4, 8)}
         assert leaves == {True, False}
+
+
+class TestComparedAnswers:
+    def test_near_ties_are_told_from_wrong_tokens(self) -> None:
+        """And answers that failed are left to those who count failures."""
+
+        def answers(*tokens: tuple[int, ...] | None) -> list[Answer]:
+            return [
+                Answer("hang") if ids is None else Answer("ok", token_ids=ids, prompt_ids=(1, 2))
+                for ids in tokens
+            ]
+
+        class Gaps(Client):
+            def __init__(self) -> None: ...
+
+            def logit_gap(self, context: list[int], one: int, other: int) -> float | None:
+                assert context[:2] == [1, 2]
+                return {9: 0.0, 8: 50.0}[other]
+
+        expected = answers((5, 6), (5, 6), (5, 6), None, (5, 6))
+        got = answers((5, 6), (5, 9), (8, 6), (5, 6), None)
+        assert tp_workloads.other_tokens(Gaps(), expected, got) == {
+            "compared": 3,
+            "near_ties": 1,
+            "wrong": 1,
+        }
+        assert tp_workloads.other_tokens(Gaps(), [], [])["compared"] == 0
 
 
 def traced(folder: Path, *ranks: list[dict[str, Any]]) -> Disturbed:
