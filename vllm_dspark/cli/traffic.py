@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 REQUEST_LIMIT_S = 300.0
 
+ONE_CONNECTION_EACH = {"Connection": "close"}
+"""Headers of clients that do not retry: a server closes an idle connection when it likes, and a
+request that goes out at that moment fails though nothing is wrong."""
+
 # Two logits this close may change places when a batch has another shape: it is one step of a
 # bfloat16 number between 16 and 32, where the largest logits of a language model lie.
 NEAR_TIE_LOGIT_GAP = 0.125
@@ -69,7 +73,11 @@ class Client:
 
         self.model = model
         self._openai: OpenAI = OpenAI(
-            base_url=f"{url}/v1", api_key="none", timeout=REQUEST_LIMIT_S, max_retries=0
+            base_url=f"{url}/v1",
+            api_key="none",
+            timeout=REQUEST_LIMIT_S,
+            max_retries=0,
+            default_headers=ONE_CONNECTION_EACH,
         )
 
     def checks(self) -> dict[str, Callable[[], str]]:
