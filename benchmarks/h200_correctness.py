@@ -32,8 +32,6 @@ NATIVE = "tests/e2e/test_gpu_modes.py::test_native_dspark_beside_ours"
 ACCEPTANCE = "tests/e2e/test_gpu_modes.py::test_acceptance_is_the_same_in_every_loop"
 """Compares all modes with each other, so it is done on what all shares have found."""
 SAME_ACCEPTANCE = 0.02
-APART = ("widths by load", "fp8 head")
-"""Cases that draft other blocks than the rest."""
 COUNTS = ("passed", "failed", "skipped", "jit_events_in_traffic")
 
 
@@ -70,8 +68,8 @@ def acceptance_spread(modes: dict[str, dict[str, Any]]) -> float | None:
     """
     lengths = [
         notes["accept_len"]
-        for name, notes in modes.items()
-        if notes["accept_len"] is not None and not any(part in name for part in APART)
+        for notes in modes.values()
+        if notes["same_drafts"] and notes["accept_len"] is not None
     ]
     return round(max(lengths) / min(lengths) - 1, 4) if len(lengths) > 1 else None
 

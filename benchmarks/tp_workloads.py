@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
-from openai import APITimeoutError, OpenAI
+from openai import APITimeoutError
 
-from vllm_dspark.cli.traffic import ONE_CONNECTION_EACH, Client, Greedy
+from vllm_dspark.cli.traffic import Client, Greedy, openai_client
 
 REQUEST_LIMIT_S = 300.0
 LONG_PROMPT_CHARACTERS = 1200
@@ -135,13 +135,7 @@ def send(
     limit_s: float = REQUEST_LIMIT_S,
 ) -> list[Answer]:
     """What became of `requests`, `concurrency` of them at a time; one of `limit_s` is a hang."""
-    client = OpenAI(
-        base_url=f"{url}/v1",
-        api_key="none",
-        timeout=limit_s,
-        max_retries=0,
-        default_headers=ONE_CONNECTION_EACH,
-    )
+    client = openai_client(url, limit_s)
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda request: _one(client, model, request), requests))
 

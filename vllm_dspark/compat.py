@@ -62,6 +62,11 @@ class ProbeResult:
     def ok(self) -> bool:
         return not self.problem
 
+    @property
+    def missing(self) -> bool:
+        """The plugin cannot run for the lack of it."""
+        return not (self.ok or self.symbol.optional)
+
 
 class MissingHookError(RuntimeError):
     """The host lacks a symbol that the plugin cannot do without."""
@@ -374,7 +379,7 @@ def probe(symbols: Iterable[HostSymbol] | None = None) -> list[ProbeResult]:
 
 def require(symbols: Iterable[HostSymbol] | None = None) -> None:
     """Raise ``MissingHookError`` naming every unusable symbol and the versions."""
-    missing = [result for result in probe(symbols) if not (result.ok or result.symbol.optional)]
+    missing = [result for result in probe(symbols) if result.missing]
     if missing:
         listed = "; ".join(f"{result.symbol.path}: {result.problem}" for result in missing)
         raise MissingHookError(f"{listed} ({describe_versions()})")

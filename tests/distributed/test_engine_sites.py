@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from engine_group import CONCURRENCY, READY_S, Disturbed, Group, by_label, server, write
-from openai import OpenAI
 
 from vllm_dspark.cli import demo
-from vllm_dspark.cli.traffic import Client, read_prompts
+from vllm_dspark.cli.traffic import Client, openai_client, read_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +101,7 @@ def test_an_audit_counts_every_site(tmp_path: Path) -> None:
 
 def sampled(url: str) -> list[int]:
     """Tokens of every answer at temperature 1."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120.0, max_retries=0)
+    client = openai_client(url, 120.0)
 
     def one(prompt: str) -> int:
         answer = client.completions.create(

@@ -17,11 +17,15 @@ def part(**found: Any) -> dict[str, Any]:
     return {**header, **counts, "seconds": 2.0, "modes": {}, "failures": [], **found}
 
 
+def mode(accept_len: float | None, *, same_drafts: bool = True) -> dict[str, Any]:
+    return {"accept_len": accept_len, "same_drafts": same_drafts}
+
+
 def test_counts_add_up_and_modes_come_together() -> None:
     found = {
         "kernels": part(passed=5),
-        "one": part(failed=1, failures=["a test"], modes={"device": {"accept_len": 3.1}}),
-        "two": part(modes={"host": {"accept_len": 3.2}}, native={"accept_len": 3}, seconds=9.0),
+        "one": part(failed=1, failures=["a test"], modes={"device": mode(3.1)}),
+        "two": part(modes={"host": mode(3.2)}, native={"accept_len": 3}, seconds=9.0),
     }
     merged = suite.merge(found)
     assert (merged["passed"], merged["failed"], merged["skipped"]) == (7, 1, 0)
@@ -40,11 +44,11 @@ def test_every_engine_is_in_one_share_and_the_native_one_too() -> None:
 
 def test_modes_are_compared_whatever_share_they_ran_in() -> None:
     modes = {
-        "device, sync": {"accept_len": 3.0},
-        "host, sync": {"accept_len": 3.09},
-        "device, overlap, widths by load": {"accept_len": 1.5},
-        "device, overlap, fp8 head": {"accept_len": 2.5},
-        "static, sync": {"accept_len": None},
+        "device, sync": mode(3.0),
+        "host, sync": mode(3.09),
+        "device, overlap, widths by load": mode(1.5, same_drafts=False),
+        "device, overlap, fp8 head": mode(2.5, same_drafts=False),
+        "static, sync": mode(None),
     }
     assert suite.acceptance_spread(modes) == 0.03
-    assert suite.acceptance_spread({"device, sync": {"accept_len": 3.0}}) is None
+    assert suite.acceptance_spread({"device, sync": mode(3.0)}) is None

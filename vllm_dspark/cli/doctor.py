@@ -32,13 +32,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nHost symbols ({len(results)})")
     for result in results:
         symbol = result.symbol
-        state = "ok" if result.ok else "absent" if symbol.optional else "MISSING"
+        state = "ok" if result.ok else "MISSING" if result.missing else "absent"
         print(f"  {state:8} {symbol.effect:9} {symbol.path}")
         if result.problem:
             print(f"{'':11}{result.problem}")
         if args.table:
             print(f"{'':11}{symbol.why}\n{'':11}{symbol.upstream}; goes when {symbol.removal}")
-    missing = sum(not (result.ok or result.symbol.optional) for result in results)
+    missing = sum(result.missing for result in results)
     verdict = "the plugin takes over method=dspark on this host"
     if missing:
         verdict = f"{missing} host symbols are missing: DSpark would run natively"

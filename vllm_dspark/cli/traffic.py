@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 REQUEST_LIMIT_S = 300.0
 
-ONE_CONNECTION_EACH = {"Connection": "close"}
-"""Headers of clients that do not retry: a server closes an idle connection when it likes, and a
-request that goes out at that moment fails though nothing is wrong."""
-
 # Two logits this close may change places when a batch has another shape: it is one step of a
 # bfloat16 number between 16 and 32, where the largest logits of a language model lie.
 NEAR_TIE_LOGIT_GAP = 0.125
@@ -65,20 +61,29 @@ class Difference:
         return self.logit_gap is not None and self.logit_gap <= NEAR_TIE_LOGIT_GAP
 
 
+def openai_client(url: str, limit_s: float = REQUEST_LIMIT_S) -> OpenAI:
+    """A client that retries nothing, so that what fails is seen.
+
+    It opens a connection per request: a server closes an idle one when it likes, and a request that
+    goes out at that moment would fail though nothing is wrong.
+    """
+    from openai import OpenAI
+
+    return OpenAI(
+        base_url=f"{url}/v1",
+        api_key="none",
+        timeout=limit_s,
+        max_retries=0,
+        default_headers={"Connection": "close"},
+    )
+
+
 class Client:
     """One served model."""
 
     def __init__(self, url: str, model: str) -> None:
-        from openai import OpenAI
-
         self.model = model
-        self._openai: OpenAI = OpenAI(
-            base_url=f"{url}/v1",
-            api_key="none",
-            timeout=REQUEST_LIMIT_S,
-            max_retries=0,
-            default_headers=ONE_CONNECTION_EACH,
-        )
+        self._openai = openai_client(url)
 
     def checks(self) -> dict[str, Callable[[], str]]:
         """Kinds of request; each call sends one and returns a line about the answer.

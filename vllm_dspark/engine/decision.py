@@ -84,11 +84,17 @@ Observer = Callable[[StepDecision, np.ndarray], None]
 """Called with a decision and the accepted drafts ``[num_reqs]`` of its step."""
 
 
+PAUSE_MS = 1000.0
+"""A longer gap is an idle engine, not a step."""
+
+
+def step_time(elapsed_ms: float) -> float | None:
+    """The gap as the time of a step; None if it was a pause."""
+    return elapsed_ms if elapsed_ms < PAUSE_MS else None
+
+
 class StepClock:
     """Time from one decision to the next, which is the step time where the host runs the model."""
-
-    PAUSE_MS = 1000.0
-    """A longer gap is an idle engine, not a step."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -98,5 +104,5 @@ class StepClock:
         now = time.perf_counter()
         if awaiting and awaiting[-1].step == step - 1:
             elapsed_ms = (now - self._last) * 1e3
-            awaiting[-1].measured_ms = elapsed_ms if elapsed_ms < self.PAUSE_MS else None
+            awaiting[-1].measured_ms = step_time(elapsed_ms)
         self._last = now

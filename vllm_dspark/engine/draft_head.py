@@ -10,7 +10,6 @@ such copies for EAGLE and MTP drafts; here the same function makes one for DSpar
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -38,11 +37,10 @@ def fp8_copy(lm_head: Any, device: torch.device) -> Any:
     """
     reason = obstacle(device)
     if not reason:
-        quantise = getattr(
-            importlib.import_module(compat.QUANTIZED_HEAD.module), compat.QUANTIZED_HEAD.attribute
-        )
+        from vllm.model_executor.layers.quantization.online.lm_head import quantized_lm_head_copy
+
         try:
-            return quantise(lm_head, "fp8")
+            return quantized_lm_head_copy(lm_head, "fp8")
         except ValueError as error:
             reason = str(error)
     raise ConfigError(f"dspark.draft_head = 'fp8' cannot run: {reason}; allowed here: 'model'")

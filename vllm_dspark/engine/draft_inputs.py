@@ -38,7 +38,7 @@ def every_block(host: ModuleType, widths: Sequence[int]) -> Iterator[None]:
         given = bound.arguments
         batch = given["input_batch"]
         fill = given["num_query_per_req"] - given["num_speculative_steps"]
-        for width in sorted({widths[-1], *(w for w in widths if w == 1)}):
+        for width in sorted({widths[-1]} | ({1} & set(widths))):
             given["num_speculative_steps"], given["num_query_per_req"] = width, width + fill
             for longest in longest_queries(width + fill):
                 given["input_batch"] = _with_longest_query(batch, longest)

@@ -116,10 +116,10 @@ class StartupProfile:
         for tokens in varlen:
             for query_len, draft_width in riders.items():
                 if tokens % query_len == 0 and tokens // query_len <= most:
-                    yield _Shape(query_len, tokens // query_len, draft_width)
-            shortest = _VARLEN_QUERY_LENS[0]
-            if tokens % shortest == 0 and tokens // shortest <= most:
-                yield _Shape(shortest, tokens // shortest, riders[shortest], _SHORT_CONTEXT)
+                    shape = _Shape(query_len, tokens // query_len, draft_width)
+                    yield shape
+                    if query_len == _VARLEN_QUERY_LENS[0]:
+                        yield replace(shape, context_len=_SHORT_CONTEXT)
 
     def _rider(self, query_len: int) -> int:
         """Width that is timed along with a target forward: its graph has room for the context."""

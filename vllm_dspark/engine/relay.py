@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_dspark.engine.decision import step_time
 from vllm_dspark.parallel.block_rows import BlockRows, BlockValues
 
 
@@ -62,9 +63,6 @@ class BlockRelay:
         timed: steps are timed by the device. The host cannot tell their times where it runs ahead:
             the time between two of its decisions is that of an earlier step.
     """
-
-    PAUSE_MS = 1000.0
-    """A longer step is an idle engine."""
 
     def __init__(
         self,
@@ -129,5 +127,4 @@ class BlockRelay:
         last, self._last = self._last, event
         if not self._timed or last is None:
             return None
-        elapsed_ms = float(last.elapsed_time(event))
-        return elapsed_ms if elapsed_ms < self.PAUSE_MS else None
+        return step_time(float(last.elapsed_time(event)))
