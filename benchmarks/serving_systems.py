@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Systems under test and model shapes: everything in which two runs of the benchmark may differ.
 
-A system is written as `none`, `fixed3`, `schedule[:JSON]`, `adaptive`, `plugin[:JSON]` or
-`NAME=SYSTEM` for a variant with a short name. All systems get the same engine arguments except
-`speculative_config` and `additional_config`, and all but `plugin` run with the plugin switched off.
-Pure: neither vLLM nor torch is imported.
+A system is written as `none`, `fixed3[:JSON]` (further speculative options), `schedule[:JSON]`,
+`adaptive`, `plugin[:JSON]` or `NAME=SYSTEM` for a variant with a short name. All systems get the
+same engine arguments except `speculative_config` and `additional_config`, and all but `plugin` run
+with the plugin switched off. Pure: neither vLLM nor torch is imported.
 """
 
 import json
@@ -101,8 +101,8 @@ def parse_system(text: str) -> System:
     kind, colon, rest = spelling.partition(":")
     options = _json(text, rest) if colon else None
     fixed = re.fullmatch(r"fixed([1-9]\d*)", kind)
-    if fixed and options is None:
-        return System(name, {"num_speculative_tokens": int(fixed[1])})
+    if fixed and isinstance(options, dict | None):
+        return System(name, {"num_speculative_tokens": int(fixed[1]), **(options or {})})
     if kind == "none" and options is None:
         return System(name, None)
     if kind == "adaptive" and options is None:
@@ -113,8 +113,8 @@ def parse_system(text: str) -> System:
     if kind == "plugin" and isinstance(options, dict | None):
         return System(name, _block(), options or {})
     raise ValueError(
-        f"system {text!r}: expected none, fixed1, fixed2, …, schedule[:LIST], adaptive or "
-        "plugin[:OBJECT], each with NAME= in front or not"
+        f"system {text!r}: expected none, fixed1[:OBJECT], fixed2[:OBJECT], …, schedule[:LIST], "
+        "adaptive or plugin[:OBJECT], each with NAME= in front or not"
     )
 
 

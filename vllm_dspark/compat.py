@@ -83,8 +83,34 @@ QUANTIZED_HEAD = HostSymbol(
     optional=True,
 )
 
+_ROUNDED_DRAFTS = "vLLM rounds a draft's layers by itself, and its context projection stays fused"
+QUANTIZED_LINEAR = (
+    HostSymbol(
+        "vllm.model_executor.layers.quantization.online.fp8",
+        "Fp8PtpcOnlineLinearMethod.create_weights",
+        ("layer", "input_size_per_partition", "output_partition_sizes", "params_dtype"),
+        "called",
+        "The draft's layers in FP8, rounded after the context projection has taken its 16-bit copy;"
+        " speculative_config.quantization rounds that too and computes the queries with it.",
+        _ISSUES + "36219",
+        _ROUNDED_DRAFTS,
+        optional=True,
+    ),
+    HostSymbol(
+        "vllm.model_executor.model_loader.reload.layerwise",
+        "get_layerwise_info",
+        ("layer",),
+        "called",
+        "A layer that is rounded when it is loaded already must not wait for weights.",
+        _ISSUES + "36219",
+        _ROUNDED_DRAFTS,
+        optional=True,
+    ),
+)
+
 HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     QUANTIZED_HEAD,
+    *QUANTIZED_LINEAR,
     HostSymbol(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",

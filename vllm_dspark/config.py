@@ -71,10 +71,11 @@ class DSparkConfig(BaseModel):
     draft_width: Literal["auto"] | Annotated[StrictInt, Field(ge=1)] = Field(
         "auto", description="Slots of a drafted block: chosen by the load, or always this many."
     )
-    draft_head: Literal["model", "fp8"] = Field(
-        "model",
-        description="The draft's LM head: in the model's dtype, shared with the target, or an FP8 "
-        "copy of it. The target's own head verifies, so only the accepted length can change.",
+    draft_weights: Literal["auto", "model", "fp8"] = Field(
+        "auto",
+        description="The draft's layers and its LM head: as loaded, or FP8 copies; auto takes FP8 "
+        "for what the device and the host can run so. The target verifies with its own weights, so "
+        "only the accepted length can change.",
     )
     folded_accept: Literal["auto", "off"] = Field(
         "auto",

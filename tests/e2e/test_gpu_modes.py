@@ -69,8 +69,8 @@ CASES = {
     "device, overlap, widths by load": Case(
         VERIFY_MODES["device"], "device", pins=(None,), path="", same_drafts=False
     ),
-    "device, overlap, fp8 head": Case(
-        {**VERIFY_MODES["device"], "draft_width": GAMMA, "draft_head": "fp8"},
+    "device, overlap, draft as loaded": Case(
+        {**VERIFY_MODES["device"], "draft_width": GAMMA, "draft_weights": "model"},
         "device",
         pins=(1.0, None),
         same_drafts=False,

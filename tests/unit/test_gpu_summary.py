@@ -47,7 +47,7 @@ def test_modes_are_compared_whatever_share_they_ran_in() -> None:
         "device, sync": mode(3.0),
         "host, sync": mode(3.09),
         "device, overlap, widths by load": mode(1.5, same_drafts=False),
-        "device, overlap, fp8 head": mode(2.5, same_drafts=False),
+        "device, overlap, draft as loaded": mode(2.5, same_drafts=False),
         "static, sync": mode(None),
     }
     assert suite.acceptance_spread(modes) == 0.03

@@ -254,11 +254,25 @@ def test_systems_are_parsed() -> None:
     assert adaptive and adaptive["enable_adaptive_verification"] is True
     variant = parse_system('static=plugin:{"verify": "static"}')
     assert (variant.name, variant.plugin, variant.native) == ("static", {"verify": "static"}, False)
+    rounded = parse_system('fixed3:{"quantization": "fp8"}')
+    assert rounded.native
+    assert rounded.speculative == {"num_speculative_tokens": 3, "quantization": "fp8"}
     assert [parse_system(s).native for s in ("none", "plugin", "fixed1")] == [False, False, True]
 
 
 @pytest.mark.parametrize(
-    "text", ["fixed0", "fixed", "fastest", "none:{}", "plugin:[]", "plugin:{", "schedule:{}", ""]
+    "text",
+    [
+        "fixed0",
+        "fixed",
+        "fixed3:[]",
+        "fastest",
+        "none:{}",
+        "plugin:[]",
+        "plugin:{",
+        "schedule:{}",
+        "",
+    ],
 )
 def test_other_systems_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="system"):

@@ -129,7 +129,7 @@ def _wrap_init_speculator(original: Any, runner: ModuleType) -> Any:
         proposer.families.allow(session.block_widths)
         proposer.next_width = session.next_width
         proposer.fused_markov = session.config.fused_markov == "auto"
-        proposer.fp8_head = session.config.draft_head == "fp8"
+        proposer.weights = session.config.draft_weights
         proposer.before_traffic = session.before_traffic
         return proposer
 

@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.config import VllmConfig
@@ -33,9 +33,9 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm_dspark.engine import markov_loop
 from vllm_dspark.engine.checkpoint import CheckpointError, block_size, validate_checkpoint
 from vllm_dspark.engine.draft_graphs import DraftGraphManager
-from vllm_dspark.engine.draft_head import fp8_copy
 from vllm_dspark.engine.draft_inputs import every_block
 from vllm_dspark.engine.draft_model import DSparkQwen3ForCausalLM, target_shape
+from vllm_dspark.engine.draft_weights import round_draft
 from vllm_dspark.engine.draft_width import DraftFamilies
 from vllm_dspark.engine.registration import DRAFT_ARCHITECTURES
 from vllm_dspark.engine.window_clamp import drop_writes, passes_end
@@ -61,7 +61,8 @@ class DSparkProposer(DSparkSpeculator):
             the block out, where the host can.
         fused_markov: whether fused kernels may sample a vanilla Markov head. Set it before the
             first block is drafted.
-        fp8_head: whether the draft gets an FP8 copy of its LM head. Set it before `load_model`.
+        weights: "model" leaves the draft's weights as loaded, "auto" and "fp8" round them
+            (`draft_weights`). Set it before `load_model`.
         before_traffic: called in the first dummy run on a GPU; compiles what others will need.
     """
 
@@ -72,7 +73,7 @@ class DSparkProposer(DSparkSpeculator):
         self.families = DraftFamilies(self)
         self.next_width: Callable[[], int] = lambda: self.num_speculative_steps
         self.fused_markov: bool = True
-        self.fp8_head: bool = False
+        self.weights: Literal["auto", "model", "fp8"] = "model"
         self.before_traffic: Sequence[Callable[[], None]] = ()
         self._kernels_warm = self._inputs_warm = device.type != "cuda"
         self._past_end: Any = None
@@ -84,11 +85,11 @@ class DSparkProposer(DSparkSpeculator):
         """Load the draft as vLLM does, then decide who provides confidences.
 
         Raises:
-            ConfigError: an FP8 head was asked for and cannot be had.
+            ConfigError: FP8 weights were asked for and cannot be had.
         """
         model = super().load_draft_model(target_model, target_attn_layer_names)
-        if self.fp8_head:
-            model.lm_head = fp8_copy(model.lm_head, self.device)
+        if self.weights != "model":
+            round_draft(model, self.device, self.weights)
         trained_head = getattr(getattr(model, "model", None), "confidence_head", None)
         self.publish_confidence = self.publish_confidence and trained_head is not None
         if self.publish_confidence:
