@@ -15,6 +15,8 @@ times. This process imports neither vLLM nor torch.
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ from serving_systems import (
     environment,
     parse_system,
     prepare_pair,
+    requests_by_concurrency,
 )
 
 from vllm_dspark.cli.provenance import header
@@ -44,7 +47,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 # Options that decide what was measured.
 RECORDED = (
-    *("systems", "shape", "sampling", "concurrency", "requests_per_slot", "min_requests"),
+    *("systems", "shape", "sampling", "concurrency", "requests_per_slot", "requests"),
     *("output_tokens", "warmup_tokens", "longest_prompt", "seed", "repeats", "repeats_in_process"),
     *("capture_sizes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kv_cache_gib", "together", "engine", "speculative"),
@@ -71,8 +74,8 @@ class Start:
         """What only the engine's log tells."""
         return serving_results.log_figures(self.log)
 
-    def close(self, limit_s: float) -> str:
-        """End it and say how it went; returns `failure`."""
+    def close(self, limit_s: float) -> None:
+        """End it and say how it went."""
         self.child.end(limit_s)
         sweeps = sum(event["event"] == "sweep" for event in self.child.events)
         print(
@@ -80,7 +83,6 @@ class Start:
             + (f"; {self.failure}\n{_tail(self.log)}" if self.failure else ""),
             flush=True,
         )
-        return self.failure
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,7 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--sampling", nargs="+", choices=TEMPERATURES, default=["greedy"])
     add("-c", "--concurrency", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     add("--requests-per-slot", type=int, default=4)
-    add("--min-requests", type=int, default=12)
+    add(
+        "--requests",
+        nargs="*",
+        default=["1:16", "8:96", "32:192"],
+        metavar="C:N",
+        help="requests of a measurement where --requests-per-slot gives a short window",
+    )
     add("--output-tokens", type=int, default=256)
     add("--warmup-tokens", type=int, default=32)
     add("--longest-prompt", type=int, default=512)
@@ -161,6 +169,7 @@ def _measure(options: argparse.Namespace) -> int:
         raise ValueError(f"--together {options.together}: expected at least 1")
     began = time.monotonic()
     starts: dict[tuple[str, str], list[Start]] = {}
+    requests_by_concurrency(options.requests)  # refuses other words before anything is started
     run = _run_record(options)
     failed = False
     for repeat in range(options.repeats):
@@ -172,30 +181,55 @@ def _measure(options: argparse.Namespace) -> int:
                     print(f"{names}: not started, --total-s {options.total_s:g} is over")
                     failed = True
                     continue
-                opened = _open_group(options, group, sampling, repeat)
-                _sweep_all(options, opened)
-                for start in opened:
-                    failed |= bool(start.close(options.limit_s))
-                    starts.setdefault((sampling, start.system.name), []).append(start)
-                serving_results.save(_document(options, run, starts), options.output)
+                opened: list[Start] = []
+                try:
+                    _measure_group(options, group, sampling, repeat, opened)
+                finally:
+                    for start in opened:
+                        failed |= bool(start.failure)
+                        starts.setdefault((sampling, start.system.name), []).append(start)
+                    serving_results.save(_document(options, run, starts), options.output)
     print(serving_results.table(_document(options, run, starts)))
     return int(failed)
 
 
+def _measure_group(
+    options: argparse.Namespace,
+    group: list[System],
+    sampling: str,
+    repeat: int,
+    opened: list[Start],
+) -> None:
+    """Start, measure and end the engines of a group, into `opened`."""
+    try:
+        _open_group(options, group, sampling, repeat, opened)
+        _sweep_all(options, opened)
+    except SystemExit:
+        for start in opened:
+            start.child.failure = start.child.failure or "the run was terminated"
+        raise
+    finally:
+        for start in opened:
+            start.close(options.limit_s)
+
+
 def _open_group(
-    options: argparse.Namespace, group: list[System], sampling: str, repeat: int
-) -> list[Start]:
-    """Start engines that stay idle until all are ready; those that time steps while they start
-    come last, one after the other, with all others idle.
+    options: argparse.Namespace,
+    group: list[System],
+    sampling: str,
+    repeat: int,
+    opened: list[Start],
+) -> None:
+    """Start engines that stay idle until all are ready, into `opened`, in the order of `group`;
+    those that time steps while they start come last, one after the other, with all others idle.
     """
-    opened: list[Start] = []
     for system in sorted(group, key=lambda system: system.profiles):
         for other in opened if system.profiles else ():
             other.child.wait_ready(options.limit_s)
         opened.append(_open(options, system, sampling, f"{repeat}-{sampling}-{system.name}"))
     for start in opened:
         start.child.wait_ready(options.limit_s)
-    return sorted(opened, key=lambda start: group.index(start.system))
+    opened.sort(key=lambda start: group.index(start.system))
 
 
 def _sweep_all(options: argparse.Namespace, opened: list[Start]) -> None:
@@ -242,9 +276,10 @@ def _open(
     """Start one child."""
     work = (options.work / options.run).resolve()
     work.mkdir(parents=True, exist_ok=True)
+    # An engine that outlived an earlier run of this name must not answer for a new one.
     stem = "".join(c if c.isalnum() or c in ".+-" else "_" for c in label)[:100]
+    stem = f"{os.getpid()}-{stem}"
     job_file, events, log = (work / f"{stem}.{kind}" for kind in ("json", "jsonl", "log"))
-    events.unlink(missing_ok=True)
     _job(options, system, sampling, events, profile_dir).write(job_file)
     child = Child(
         [sys.executable, str(HERE / "serving_engine.py"), str(job_file)],
@@ -279,7 +314,7 @@ def _job(
         temperature=TEMPERATURES[sampling],
         concurrencies=tuple(options.profile if profile_dir else options.concurrency),
         requests_per_slot=options.requests_per_slot,
-        min_requests=options.min_requests,
+        requests=requests_by_concurrency(options.requests),
         output_tokens=options.output_tokens,
         warmup_tokens=options.warmup_tokens,
         longest_prompt=options.longest_prompt,
@@ -346,4 +381,6 @@ def _run_record(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # A time limit from outside ends the engines too, and what they have measured is saved.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     raise SystemExit(main())

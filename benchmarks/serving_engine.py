@@ -34,7 +34,7 @@ class Job:
     temperature: float
     concurrencies: tuple[int, ...]
     requests_per_slot: int
-    min_requests: int
+    requests: dict[int, int]  # of a measurement, by concurrency; others go by the slots
     output_tokens: int
     warmup_tokens: int
     longest_prompt: int
@@ -47,7 +47,9 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        return cls(**json.loads(path.read_text()))
+        stored = json.loads(path.read_text())
+        requests = {int(c): count for c, count in stored.pop("requests").items()}
+        return cls(**stored, requests=requests)
 
 
 def recorder(steps: list[Step]) -> Any:
@@ -142,11 +144,11 @@ class Bench:
         tokenizer = Tokenizer.from_file(os.path.join(job.arguments["model"], "tokenizer.json"))
         texts = [tokenizer.encode(text).ids for text in load_texts(Path(job.prompts))]
         # A closed loop sends at most one further request per slot after the last one it waits for.
-        count = self._request_count(max(job.concurrencies)) + max(job.concurrencies)
+        count = max(self._request_count(each) + each for each in job.concurrencies)
         return make_prompts(texts, count, job.seed, job.longest_prompt)
 
     def _request_count(self, concurrency: int) -> int:
-        return max(self.job.requests_per_slot * concurrency, self.job.min_requests)
+        return self.job.requests.get(concurrency, self.job.requests_per_slot * concurrency)
 
     async def _stream(self, number: int, output_tokens: int) -> AsyncIterator[int]:
         from vllm import SamplingParams

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,17 @@ def parse_system(text: str) -> System:
         f"system {text!r}: expected none, fixed1[:OBJECT], fixed2[:OBJECT], …, schedule[:LIST], "
         "adaptive or plugin[:OBJECT], each with NAME= in front or not"
     )
+
+
+def requests_by_concurrency(words: Sequence[str]) -> dict[int, int]:
+    """Requests of a measurement, from words `C:N`. Raises `ValueError` on anything else."""
+    found = {}
+    for word in words:
+        match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", word)
+        if match is None or int(match[2]) < 2 * int(match[1]):
+            raise ValueError(f"--requests {word!r}: expected C:N, N at least two requests per slot")
+        found[int(match[1])] = int(match[2])
+    return found
 
 
 def _json(text: str, rest: str) -> Any:

@@ -560,6 +560,38 @@ def test_a_run_writes_what_succeeded_and_what_failed(
     assert {"id", "machine", "versions", "commit", "command"} <= run.keys()
 
 
+def test_a_run_that_is_terminated_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminated(FakeChild):
+        def order(self, limit_s: float, concurrency: int | None = None, sweep: int = 0) -> bool:
+            if sweep == 1 and self._drafts == 3:
+                sys.exit(143)
+            return super().order(limit_s, concurrency, sweep)
+
+    monkeypatch.setattr(serving, "Child", Terminated)
+    arguments = ["--shape", "demo", "--systems", "none", "fixed3", "-c", "2", "--together", "2"]
+    arguments += ["--work", str(tmp_path), "-o", str(tmp_path / "out.json")]
+    with pytest.raises(SystemExit):
+        serving.main(arguments)
+    document = results.load(tmp_path / "out.json")
+    assert {r["system"]: r["samples_tok_s"] for r in document["rows"]} == {
+        "none": [50.0],
+        "fixed3": [50.0],
+    }
+    failures = document["runs"][0]["failures"]
+    assert failures == [f"greedy {name}: the run was terminated" for name in ("none", "fixed3")]
+
+
+@pytest.mark.parametrize("word", ["8", "8:15", "0:4", "8:x", "8:96:1"])
+def test_requests_of_a_measurement_fill_a_window(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serving.main(["--requests", "1:16", word])
+    assert f"--requests {word!r}: expected C:N" in capsys.readouterr().err
+
+
 def test_engines_alive_together_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "Child", FakeChild)
     FakeChild.orders.clear()
@@ -568,5 +600,7 @@ def test_engines_alive_together_take_turns(tmp_path: Path, monkeypatch: pytest.M
     assert serving.main([*arguments, "-o", str(tmp_path / "out.json"), "--run", "x"]) == 0
     turn = [(None, 2), (3, 2), (3, 4), (None, 4)]
     assert FakeChild.orders == [(None, "warm"), (3, "warm"), *turn * 2]
-    job = Job.read(tmp_path / "x" / "0-greedy-none.json")
+    (stored,) = (tmp_path / "x").glob("*-0-greedy-none.json")
+    job = Job.read(stored)
+    assert job.requests == {1: 16, 8: 96, 32: 192}
     assert job.arguments["kv_cache_memory_bytes"] == 30 * 2**30

@@ -52,6 +52,9 @@ def test_decode_and_mixed_steps_are_told_apart_by_the_devices_marks() -> None:
     assert (decode.kind, decode.steps, decode.span_ms, decode.busy_ms) == ("decode", 2, 2.0, 0.95)
     assert decode.by_name == [("gemm", 2, pytest.approx(0.9)), ("draft", 1, 0.05)]
     assert (mixed.kind, mixed.steps, mixed.span_ms, mixed.busy_ms) == ("mixed", 1, 2.0, 1.5)
+    for profile in (decode, mixed):
+        idle_ms = sum(total.idle_ms for total in profile.by_part.values())
+        assert idle_ms == pytest.approx(profile.span_ms - profile.busy_ms)
 
 
 STEP = [
@@ -87,3 +90,20 @@ def test_a_step_without_a_part_leaves_it_empty(drafted: int) -> None:
     names = [name for _, kernels in kept for name in kernels]
     assert set(parts_of(names)) == {part for part, _ in kept}
     assert parts_of([]) == []
+
+
+def test_idle_time_counts_to_the_part_that_ends_it() -> None:
+    """Every kernel lasts 2 us and starts 3 us after the one before, the forward 10 us later."""
+    events, ts = [event("gpu_user_annotation", "execute_context_0(0)", 0, 1)], 0.0
+    for part, names in STEP:
+        ts += 10.0 * (part == "target forward")
+        for name in names:
+            events.append(event("kernel", name, ts + 1, 2))
+            ts += 3
+    events.append(event("gpu_user_annotation", "execute_context_0(0)", ts + 7, 1))
+    (profile,) = serving_trace.summarize(events)
+    idle = {part: round(1e3 * total.idle_ms, 6) for part, total in profile.by_part.items()}
+    expected = {part: float(len(names)) for part, names in STEP}
+    expected["target forward"] += 10.0
+    assert idle == {**expected, "next step": 7.0}
+    assert "next step" in profile.text()
