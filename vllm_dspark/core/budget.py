@@ -2,8 +2,10 @@
 """How many drafts are worth verifying: a global search over budgets that graphs can realise.
 
 `tau(b) = requests that sample + expectation of doubtful rows + sum of the b largest survivals`,
-and the budget is the argmax of `tau(b) / cost(b)`. The search never stops early: cost is a
-staircase, so the rate has several maxima. That is lossless only because the survivals are older
+and the budget is the argmax of `tau(b) - worth * cost(b)`. A millisecond is worth what it earns:
+the best rate `tau / cost` of the step, which makes the budget the argmax of the rate, or what the
+server earns in the long run if that is more (`pace`). The search never stops early: cost is a
+staircase, so there are several maxima. That is lossless only because the survivals are older
 than the drafts they are spent on (DSpark paper, section 5.2); on live values this search biases the
 output. Ties go to the smallest budget.
 """
@@ -15,6 +17,7 @@ import numpy as np
 
 from vllm_dspark.core.arrays import BoolArray, Float64Array, IntArray
 from vllm_dspark.core.cost_model import CostModel
+from vllm_dspark.core.pace import Pace
 from vllm_dspark.core.plan import StepInput
 from vllm_dspark.core.ranking import RankedBlock
 from vllm_dspark.core.tiers import ExecMode, TierLadder
@@ -127,15 +130,31 @@ def _has_graphs(widths: IntArray, ladders: Mapping[int, TierLadder], gamma: int)
     return np.array([int(k) in ladders or k == gamma for k in widths])
 
 
-def best(candidates: Candidates, bound_ms: float | None = None) -> int:
-    """Index of the highest rate, smallest budget on ties.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several candidates."""
+
+    index: int
+    gain: float
+    """Tokens that it is better by than the last candidate, relative to that one's tokens."""
+
+
+def best(candidates: Candidates, pace: Pace, bound_ms: float | None = None) -> Choice:
+    """The candidate that leaves most after its time is paid for, smallest budget on ties.
 
     With `bound_ms` only candidates that cost at most that much count; if none does, the cheapest.
     """
-    rates = candidates.rates
+    rates, tau, cost_ms = candidates.rates, candidates.tau, candidates.cost_ms
     if bound_ms is not None:
-        feasible = candidates.cost_ms <= bound_ms
+        feasible = cost_ms <= bound_ms
         if not feasible.any():
-            return int(np.argmin(candidates.cost_ms))
+            feasible = cost_ms == cost_ms.min()
         rates = np.where(feasible, rates, -np.inf)
-    return int(rates.argmax())
+    index = int(rates.argmax())
+    own = float(rates[index])
+    worth = pace.worth(own)
+    left = tau - worth * cost_ms
+    if worth > own:
+        index = int(np.where(np.isfinite(rates), left, -np.inf).argmax())
+    gain = float((left[index] - left[-1]) / tau[-1]) if tau[-1] > 0.0 else 0.0
+    return Choice(index, gain)

@@ -89,7 +89,8 @@ class VerifyPlan:
     predicted_tau: float | None = None
     """Expected committed tokens of the step, bonus tokens included."""
     predicted_gain: float = 0.0
-    """Relative rate of the chosen budget over verifying everything; 0 without a prediction."""
+    """Tokens that the chosen budget is better by than verifying everything, its time counted at
+    what it is worth, relative to the tokens of verifying everything; 0 without a prediction."""
     doubts: dict[RowDoubt, int] = field(default_factory=dict)
     """Rows that verify their full block, by reason."""
 

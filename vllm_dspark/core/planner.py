@@ -11,7 +11,7 @@ Invariants:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from vllm_dspark.core.budget import (
 )
 from vllm_dspark.core.calibration import CalibrationTable
 from vllm_dspark.core.cost_model import CostModel
+from vllm_dspark.core.pace import Pace
 from vllm_dspark.core.plan import PlanReason, StepInput, VerifyPlan
 from vllm_dspark.core.policy import PolicyConfig, SearchMode
 from vllm_dspark.core.ranking import RankedBlock, rank_block
@@ -42,6 +43,7 @@ class PlannerState:
     """Everything the next plan depends on besides its input."""
 
     prior: RunningSurvival
+    pace: Pace = field(default_factory=Pace)
     trimming: bool = False
 
 
@@ -103,6 +105,14 @@ class Planner:
         Raises:
             ValueError: if array shapes do not match each other or gamma.
         """
+        plan = self._decide(step)
+        if plan.predicted_tau is not None and plan.predicted_step_ms is not None:
+            self.state.pace.add(plan.predicted_tau, plan.predicted_step_ms)
+        return plan
+
+    # ------------------------------------------------------------------ deciding
+
+    def _decide(self, step: StepInput) -> VerifyPlan:
         requests = len(step.draft_lens)
         drafts = int(step.draft_lens.sum())
         if drafts == 0:
@@ -123,8 +133,6 @@ class Planner:
         if reason is not None:
             return self._settle(step, block, bounds[1], reason, uniform, None, 0)
         return self._search(step, block, bounds, uniform)
-
-    # ------------------------------------------------------------------ deciding
 
     def _unsearchable(
         self, step: StepInput, block: RankedBlock, bounds: tuple[int, int], uniform: bool
@@ -161,10 +169,9 @@ class Planner:
             priced = self._price_ragged(step, block, cost, bounds, mode)
             context_ms = cost.context_token_ms * step.context_tokens
             found = weigh(priced, block.tau(priced.budgets), context_ms)
-        rates = found.rates
         limit = self.policy.step_bound_ms
-        chosen, last = best(found, limit), len(rates) - 1
-        gain = float(rates[chosen] / rates[last] - 1.0) if rates[last] > 0 else 0.0
+        choice = best(found, self.state.pace, limit)
+        chosen, gain, last = choice.index, choice.gain, len(found.rates) - 1
         if limit is not None and found.cost_ms[last] > limit:
             reason = PlanReason.LATENCY_BOUND if chosen != last else PlanReason.FULL_BEST
             self.state.trimming = chosen != last
