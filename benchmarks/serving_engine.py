@@ -240,8 +240,12 @@ def plugin_metrics(before: dict[Any, float], after: dict[Any, float]) -> dict[st
         f"{name}_per_step": round(count(f"draft_tokens_{name}") / settled, 3) if settled else None
         for name in ("scheduled", "admitted", "trimmed", "accepted")
     }
+    host = split("host_seconds", "part")
     return {
         "steps_settled": settled,
+        "host_us_per_step": {
+            part: round(1e6 * seconds / settled, 1) for part, seconds in host.items() if settled
+        },
         **per_step,
         "modes": split("steps", "mode"),
         "reasons": split("steps", "reason"),

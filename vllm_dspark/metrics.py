@@ -135,6 +135,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "rank",
         "site",
     ),
+    _counter(
+        "host_seconds",
+        "Host time of the plugin's part of a step, TP sync included; wait is for the device.",
+        "rank",
+        "part",
+    ),
     _counter("overhead_seconds", "Time the plugin spent to observe itself.", "rank", "part"),
 )
 METRICS = {metric.name: metric for metric in CATALOGUE}
@@ -353,6 +359,11 @@ class MetricsWriter:
         if self.enabled and seconds >= 0.0:
             self._add(("sync_seconds", self._rank), seconds)
             self._add(("sync_messages", self._rank), messages)
+
+    def observe_host(self, part: str, seconds: float) -> None:
+        """Count host time of this rank's decisions, e.g. `part="plan"`."""
+        if self.enabled and seconds >= 0.0:
+            self._add(("host_seconds", (*self._rank, part)), seconds)
 
     def observe_overhead(self, part: str, seconds: float) -> None:
         """Count time spent on observing itself, e.g. `part="records"`."""

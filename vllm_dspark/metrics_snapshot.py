@@ -45,11 +45,12 @@ def total(snapshot: Snapshot, name: str, **labels: str) -> float:
     )
 
 
-def by_label(snapshot: Snapshot, name: str, label: str) -> dict[str, float]:
+def by_label(snapshot: Snapshot, name: str, label: str, **labels: str) -> dict[str, float]:
     """Like `total`, split by the values of `label`."""
+    wanted = set(labels.items())
     sums: dict[str, float] = {}
     for series, value in snapshot.items():
-        if series.name == name:
+        if series.name == name and wanted.issubset(series.labels):
             for key, text in series.labels:
                 if key == label:
                     sums[text] = sums.get(text, 0.0) + value

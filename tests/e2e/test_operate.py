@@ -33,8 +33,15 @@ PROMPTS, TOKENS, CONCURRENCY = 64, 48, 8
 PIN = 0.5
 RECORDED = {"strict": True, "records": 4000}
 D = "vllm:dspark_"
-NOT_RECORDED = ("overhead", "sync", "full_verify_rows", "rank_disagreements", "accept_steps")
-"""Series that records do not hold: about observing, ranks, doubt, and what accepted a batch."""
+NOT_RECORDED = (
+    "overhead",
+    "host",
+    "sync",
+    "full_verify_rows",
+    "rank_disagreements",
+    "accept_steps",
+)
+"""Series that records do not hold: about the host, ranks, doubt, and what accepted a batch."""
 ONE_RANK = {"OMP_NUM_THREADS": "1"}
 TWO_RANKS = {**ONE_RANK, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 

@@ -205,6 +205,17 @@ def drafts_of(runner: Runner) -> dict[str, int]:
     return dict.fromkeys(runner.states.req_id_to_index, GAMMA)
 
 
+def test_the_host_time_of_a_step_is_reported_by_part() -> None:
+    spent: list[tuple[str, float]] = []
+    runner = started(VerifyMode.HOST, on_host_time=lambda part, s: spent.append((part, s)))
+    spent.clear()
+    runner.step(drafts_of(runner))
+    # The newest step is read when it is published; the one before is read with it at the latest.
+    assert [part for part, _ in spent if part != "wait"] == ["plan", "spend", "spend", "publish"]
+    assert sum(part == "wait" for part, _ in spent) == 1
+    assert all(seconds >= 0.0 for _, seconds in spent)
+
+
 # ---------------------------------------------------------------------- every mode, every budget
 
 

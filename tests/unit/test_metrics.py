@@ -261,6 +261,7 @@ class TestAccounting:
         for predicted, measured in ((None, 0.01), (float("nan"), 0.01), (0.01, 0.0)):
             writer.observe_timing(predicted, measured)
         writer.observe_overhead("records", 0.25)
+        writer.observe_host("plan", 0.5)
         got = writer.snapshot()
         assert by_label(got, D + "full_verify_rows_total", "reason") == {"stale": 3}
         assert total(got, D + "predicted_step_seconds_total") == pytest.approx(0.010)
@@ -268,6 +269,8 @@ class TestAccounting:
         assert total(got, D + "step_time_relative_error_sum") == pytest.approx(0.25)
         assert total(got, D + "step_time_relative_error_count") == 1
         assert total(got, D + "overhead_seconds_total", part="records") == 0.25
+        assert by_label(got, D + "host_seconds_total", "part", rank="0") == {"plan": 0.5}
+        assert by_label(got, D + "host_seconds_total", "part", rank="1") == {}
 
     def test_label_values_are_bounded(self, writer: MetricsWriter) -> None:
         for tokens in range(MAX_LABEL_SETS + 50):

@@ -228,11 +228,13 @@ def test_plugin_counters_are_taken_over_the_window() -> None:
             Series.of("vllm:dspark_steps_settled_total"): settled,
             Series.of("vllm:dspark_draft_tokens_admitted_total"): admitted,
             Series.of("vllm:dspark_steps_total", labels): steps,
+            Series.of("vllm:dspark_host_seconds_total", [("part", "plan")]): settled * 1e-4,
         }
 
     metrics = plugin_metrics(snapshot(10, 100, 11), snapshot(20, 150, 22))
     assert metrics["admitted_per_step"] == 5.0
     assert metrics["modes"] == {"compact": 11.0}
+    assert metrics["host_us_per_step"] == {"plan": 100.0}
     assert plugin_metrics({}, {})["admitted_per_step"] is None
 
 

@@ -195,6 +195,9 @@ def ranks(snapshot: Snapshot) -> str:
     if settled:
         spent = ", ".join(f"{k} {1e6 * v / settled:.0f} µs" for k, v in sorted(overhead.items()))
         rows.append(("observing, per step", spent))
+        host = by_label(snapshot, d + "host_seconds_total", "part", rank="0")
+        spent = ", ".join(f"{k} {1e6 * v / settled:.0f} µs" for k, v in sorted(host.items()))
+        rows.append(("deciding, per step", spent or "nothing was decided"))
     lines = "".join(f'<tr><td>{k}</td><td class="text">{escape(v)}</td></tr>' for k, v in rows)
     return f"<h2>Host</h2><table>{lines}</table>"
 

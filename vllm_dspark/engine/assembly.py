@@ -94,6 +94,7 @@ def build_planner(
         share=share,
         agreement=open_agreement(session, get_tp_group(), host["vllm_config"].speculative_config),
         overlaps=bool(host["vllm_config"].scheduler_config.async_scheduling),
+        on_host_time=session.writer.observe_host,
     )
 
 

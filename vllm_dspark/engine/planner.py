@@ -33,6 +33,7 @@ from vllm_dspark.core.tiers import ExecMode
 from vllm_dspark.engine.agreement import Agreement
 from vllm_dspark.engine.decision import Observer, StepClock, StepDecision
 from vllm_dspark.engine.device_split import DeviceSplit
+from vllm_dspark.engine.host_time import HostTime, Report, timed
 from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.profile import StartupProfile, describe
 from vllm_dspark.engine.relay import BlockRelay, Landed
@@ -84,6 +85,7 @@ class StepPlanner:
         widths: chooses the width of the next block; None drafts gamma slots.
         agreement: makes the decisions of all ranks one; None for a group of one.
         overlaps: the scheduler plans a step before it knows what the step before has rejected.
+        on_host_time: takes the parts of a step and the seconds that the host spent on them.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class StepPlanner:
         widths: WidthChoice | None = None,
         agreement: Agreement | None = None,
         overlaps: bool = False,
+        on_host_time: Report = lambda part, seconds: None,
     ) -> None:
+        self.host_time = HostTime(on_host_time)
         self.core = core
         self.mode = mode
         self._states = req_states
@@ -125,7 +129,12 @@ class StepPlanner:
         own = self._agreement.keeps_own_rows
         self._live_host = req_states.device.type == "cpu"
         self._relay = BlockRelay(
-            slots, self._rows, req_states.device, own, timed=not self._live_host
+            slots,
+            self._rows,
+            req_states.device,
+            own,
+            timed=not self._live_host,
+            waiting=self.host_time.waiting,
         )
         self._clock = StepClock() if self._live_host else None
         self._latest = SlotTable(slots, gamma)
@@ -152,6 +161,7 @@ class StepPlanner:
 
     # ------------------------------------------------------------------ the decision
 
+    @timed("plan")
     def get_num_tokens(
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
@@ -330,6 +340,7 @@ class StepPlanner:
         if decision.exec_mode is ExecMode.FULL and graph.cg_mode.name != "FULL":
             decision.graph_miss = "beyond_captured_sizes"
 
+    @timed("spend")
     def compact_batch(
         self,
         num_draft_tokens_per_req: np.ndarray,
@@ -353,6 +364,7 @@ class StepPlanner:
         np.cumsum(lens + self._bonus, out=offsets[1:])
         return offsets
 
+    @timed("spend")
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         """Device offsets of the decided step; the decision is consumed.
 
@@ -412,6 +424,7 @@ class StepPlanner:
         """Tokens committed per request ``[num_reqs]`` by the verification of the running step."""
         self._num_sampled = num_sampled
 
+    @timed("publish")
     def record_confidences(self, confidence_probs: torch.Tensor | None, input_batch: Any) -> None:
         """Publish the block that was just drafted and what its step committed."""
         # Steps without drafts ask for no plan; their results must not pile up unread either.

@@ -13,7 +13,8 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,7 @@ class BlockRelay:
         depth: steps that may be unread; the oldest is read before it would be overwritten.
         timed: steps are timed by the device. The host cannot tell their times where it runs ahead:
             the time between two of its decisions is that of an earlier step.
+        waiting: entered around every wait for a copy.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class BlockRelay:
         keeps_own: bool = False,
         depth: int = 4,
         timed: bool = False,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._rows = rows
         self._device = device
@@ -84,6 +87,7 @@ class BlockRelay:
         self._in_flight: deque[_InFlight] = deque()
         self._stream = torch.cuda.Stream(device)
         self._timed = timed
+        self._waiting = waiting
         self._last: torch.cuda.Event | None = None
         self.published = 0
 
@@ -116,7 +120,8 @@ class BlockRelay:
         """Yield every unread step but the newest ``lag``, oldest first, waiting where needed."""
         while len(self._in_flight) > lag:
             entry = self._in_flight.popleft()
-            entry.event.synchronize()
+            with self._waiting():
+                entry.event.synchronize()
             count = len(entry.slots)
             values = [self._rows.unpack(rows[:count].numpy()) for rows in entry.host]
             self._free.append(entry.host)
