@@ -5,7 +5,7 @@
         -o benchmarks/results/h200_a.json
     python benchmarks/serving.py --merge a.json b.json -o benchmarks/results/h200_serving.json
     python benchmarks/serving.py --table c.json        python benchmarks/serving.py --plot c.json
-    python benchmarks/serving.py --profile 1 32 256 --systems plugin -o profile.txt
+    python benchmarks/serving.py --profile 1 32 256 --systems plugin -o profile.json
 
 `serving_load` says what is measured, `serving_systems` how systems are written, `serving_children`
 how they are kept apart, `serving_results` what a result file holds. Systems are started in the
@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ RECORDED = (
     *("capture_sizes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kv_cache_gib", "together", "engine", "speculative"),
 )
+
+# What a profile says of the same load without a trace.
+UNTRACED = ("tok_s", "step_ms", "decode_step_p50_ms", "accept_len", "ttft_p50_ms")
 
 
 @dataclass
@@ -330,7 +334,8 @@ def _tail(log: Path, lines: int = 25) -> str:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    """Trace one system; writes a table of kernels per concurrency and names the traces.
+    """Trace one system: parts and kernels of its steps per concurrency, to the result file and in
+    text.
 
     Tracing slows the host, so every concurrency is measured without it before.
     """
@@ -350,23 +355,30 @@ def _profile(options: argparse.Namespace) -> int:
     if start.failure or len(found) != len(options.profile):
         print(start.failure or f"{len(found)} traces in {traces}, not {len(options.profile)}")
         return 1
-    sweeps = [event for event in start.child.events if event["event"] == "sweep"]
-    parts = []
-    for concurrency, path in zip(options.profile, found, strict=True):
-        untraced = [e for e in sweeps if e["concurrency"] == concurrency][-1]
-        figures = " ".join(
-            f"{name}={untraced[name]}"
-            for name in ("tok_s", "step_ms", "decode_step_p50_ms", "accept_len", "ttft_p50_ms")
-        )
-        parts.append(
-            f"# {system.name}, {options.shape}, {sampling}, c = {concurrency}: {figures}\n"
-        )
-        parts += [p.text() for p in serving_trace.summarize(serving_trace.read_trace(path))]
-        parts.append(f"{path}\n\n")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text("".join(parts), encoding="utf-8")
-    print("".join(parts))
+    document = {
+        "runs": [_run_record(options)],
+        "system": system.name,
+        "shape": options.shape,
+        "sampling": sampling,
+        "rows": list(_profile_rows(options, start, found)),
+    }
+    serving_results.save(document, options.output)
     return 0
+
+
+def _profile_rows(
+    options: argparse.Namespace, start: Start, traces: Sequence[Path]
+) -> Iterator[dict[str, Any]]:
+    """One row per traced concurrency; prints the tables on the way."""
+    sweeps = [event for event in start.child.events if event["event"] == "sweep"]
+    for concurrency, path in zip(options.profile, traces, strict=True):
+        untraced = [event for event in sweeps if event["concurrency"] == concurrency][-1]
+        figures = {name: untraced[name] for name in UNTRACED}
+        print(f"# {start.system.name}, {options.shape}, c = {concurrency}: {figures}")
+        profiles = serving_trace.summarize(serving_trace.read_trace(path))
+        print(*(profile.text() for profile in profiles), path, sep="\n")
+        profiled = [profile.figures() for profile in profiles]
+        yield {"concurrency": concurrency, "untraced": figures, "profiles": profiled}
 
 
 def _run_record(options: argparse.Namespace) -> dict[str, Any]:

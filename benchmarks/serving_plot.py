@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One plot per run, shape and sampling: throughput over concurrency, all systems.
+"""One plot per shape and sampling: throughput over concurrency, all systems of all runs.
 
 Needs matplotlib (the extra `bench`). Throughput spans two decades, so the left panel shows it on
-logarithmic axes, and the right one relative to the best native setting of each concurrency, where
-differences of some percent can be seen. Bars mark the smallest and the largest sample.
+logarithmic axes, and the right one relative to the plugin, where differences of some percent can be
+seen. Ratios are formed inside a run; systems that several runs hold are drawn once, at the
+geometric mean of their runs. Bars mark the smallest and the largest sample.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from serving_results import Document, Row, best_native, groups
@@ -16,21 +19,31 @@ from serving_results import Document, Row, best_native, groups
 _FIXED = re.compile(r"fixed(\d+)$")
 
 
+@dataclass
+class Point:
+    """A system at one concurrency: throughput of each run, and of each sample."""
+
+    runs: list[float] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
+
+    def add(self, row: Row, base: float) -> None:
+        self.runs.append(row["tok_s"] / base)
+        self.samples += [sample / base for sample in row["samples_tok_s"]]
+
+
+Line = dict[int, Point]
+"""Points of a system by concurrency."""
+
+
 def plot(document: Document, folder: Path, stem: str) -> list[Path]:
-    """Write `{stem}_{shape}_{sampling}[_{run}].png` files; returns their paths."""
-    keys = dict.fromkeys((r["run"], r["shape"], r["sampling"]) for r in document["rows"])
-    several = len({key[1:] for key in keys}) < len(keys)
+    """Write `{stem}_{shape}_{sampling}.png` files; returns their paths."""
     paths = []
-    for run, shape, sampling in keys:
-        rows = [
-            row
-            for row in document["rows"]
-            if (row["run"], row["shape"], row["sampling"]) == (run, shape, sampling)
-        ]
-        machine = next(r["machine"] for r in document["runs"] if r["id"] == run)
-        title = f"{machine.get('name') or machine.get('cpu', '')}, shape {shape}, {sampling}"
-        name = f"{stem}_{shape}_{sampling}" + (f"_{run}" if several else "")
-        paths.append(_figure(rows, title, folder / f"{name}.png"))
+    for shape, sampling in dict.fromkeys((r["shape"], r["sampling"]) for r in document["rows"]):
+        rows = [r for r in document["rows"] if (r["shape"], r["sampling"]) == (shape, sampling)]
+        machines = [r["machine"] for r in document["runs"] if r["id"] in {x["run"] for x in rows}]
+        names = {m.get("gpu") or m.get("name") or m.get("cpu", "") for m in machines}
+        title = f"{', '.join(sorted(names))}, shape {shape}, {sampling}"
+        paths.append(_figure(rows, title, folder / f"{stem}_{shape}_{sampling}.png"))
     return paths
 
 
@@ -41,14 +54,13 @@ def _figure(rows: Sequence[Row], title: str, path: Path) -> Path:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6), layout="constrained")
-    base = _base(rows)
+    absolute, relative, against = lines(rows)
     variants = 0
     for system, plugin in sorted({(row["system"], bool(row["plugin"])) for row in rows}, key=_rank):
-        mine = sorted((r for r in rows if r["system"] == system), key=lambda r: r["concurrency"])
         style = _style(system, plugin, variants)
         variants += plugin and system != "plugin"
-        _line(left, mine, dict.fromkeys(base, 1.0), style)
-        _line(right, mine, base, style)
+        _draw(left, absolute[system], style)
+        _draw(right, relative.get(system, {}), style)
     concurrencies = sorted({row["concurrency"] for row in rows})
     for axes in (left, right):
         axes.set_xscale("log", base=2)
@@ -57,14 +69,41 @@ def _figure(rows: Sequence[Row], title: str, path: Path) -> Path:
         axes.grid(alpha=0.3)
     left.set_yscale("log")
     left.set_ylabel("output tokens per second")
-    right.set_ylabel("throughput relative to the best native setting")
+    right.set_ylabel(f"throughput relative to {against} of the same run")
     right.axhline(1.0, color="black", linewidth=0.8)
-    right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    handles, labels = left.get_legend_handles_labels()
+    right.legend(handles, labels, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
+
+
+def lines(rows: Sequence[Row]) -> tuple[dict[str, Line], dict[str, Line], str]:
+    """Lines of all systems, absolute and relative, and what the latter are relative to: the plugin
+    in runs that hold it, and if none does, the best native setting (the slowest system if no run
+    has one).
+    """
+    absolute: dict[str, Line] = {}
+    relative: dict[str, Line] = {}
+    has_plugin = any(row["system"] == "plugin" for row in rows)
+    has_native = any(best_native(members) for members in groups(rows).values())
+    for (*_, concurrency), members in groups(rows).items():
+        slowest = min(members, key=lambda row: row["tok_s"])
+        base: Row | None = best_native(members) or slowest
+        if has_plugin:
+            base = next((row for row in members if row["system"] == "plugin"), None)
+        for row in members:
+            _point(absolute, row["system"], concurrency).add(row, 1.0)
+            if base is not None:
+                _point(relative, row["system"], concurrency).add(row, base["tok_s"])
+    native = "the best native setting" if has_native else "the slowest system"
+    return absolute, relative, "the plugin" if has_plugin else native
+
+
+def _point(found: dict[str, Line], system: str, concurrency: int) -> Point:
+    return found.setdefault(system, {}).setdefault(concurrency, Point())
 
 
 def _rank(named: tuple[str, bool]) -> tuple[int, str]:
@@ -73,21 +112,14 @@ def _rank(named: tuple[str, bool]) -> tuple[int, str]:
     return (0 if system == "plugin" else 1 if plugin else 3 if system == "none" else 2, system)
 
 
-def _base(rows: Sequence[Row]) -> dict[int, float]:
-    """Throughput that counts as 1, by concurrency; without a native setting the slowest."""
-    base = {}
-    for (*_, concurrency), members in groups(rows).items():
-        slowest = min(members, key=lambda row: row["tok_s"])
-        base[concurrency] = (best_native(members) or slowest)["tok_s"]
-    return base
-
-
-def _line(axes: Any, rows: Sequence[Row], base: dict[int, float], style: dict[str, Any]) -> None:
-    x = [row["concurrency"] for row in rows]
-    y = [row["tok_s"] / base[row["concurrency"]] for row in rows]
-    low = [(row["tok_s"] - min(row["samples_tok_s"])) / base[row["concurrency"]] for row in rows]
-    high = [(max(row["samples_tok_s"]) - row["tok_s"]) / base[row["concurrency"]] for row in rows]
-    axes.errorbar(x, y, yerr=[[max(0.0, v) for v in low], [max(0.0, v) for v in high]], **style)
+def _draw(axes: Any, line: Line, style: dict[str, Any]) -> None:
+    points = sorted(line.items())
+    y = [geometric_mean(point.runs) for _, point in points]
+    spread = [
+        [max(0.0, mean - min(p.samples)) for mean, (_, p) in zip(y, points, strict=True)],
+        [max(0.0, max(p.samples) - mean) for mean, (_, p) in zip(y, points, strict=True)],
+    ]
+    axes.errorbar([concurrency for concurrency, _ in points], y, yerr=spread, **style)
 
 
 def _style(system: str, plugin: bool, variant: int) -> dict[str, Any]:

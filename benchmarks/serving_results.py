@@ -8,11 +8,10 @@ concurrency only.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 Row = dict[str, Any]
@@ -158,11 +157,6 @@ def ratios(rows: Iterable[Row], against: str) -> dict[tuple[Any, ...], dict[int,
             cells = result.setdefault((run, shape, sampling, row["system"]), {})
             cells[concurrency] = row["tok_s"] / base["tok_s"]
     return result
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
 
 
 def table(document: Document) -> str:

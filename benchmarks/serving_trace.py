@@ -55,6 +55,32 @@ class Profile:
     by_name: list[tuple[str, int, float]]
     by_part: dict[str, PartTotal]
 
+    def figures(self, kernels: int = 30) -> dict[str, Any]:
+        """Means per step for a result file; times in ms."""
+        steps = max(1, self.steps)
+
+        def per_step(value: float) -> float:
+            return round(value / steps, 4)
+
+        return {
+            "kind": self.kind,
+            "steps": self.steps,
+            "step_ms": per_step(self.span_ms),
+            "busy_ms": per_step(self.busy_ms),
+            "parts": {
+                part: {
+                    "ms": per_step(total.ms),
+                    "idle_ms": per_step(total.idle_ms),
+                    "calls": per_step(total.calls),
+                }
+                for part, total in self.by_part.items()
+            },
+            "kernels": [
+                {"name": name[:140], "ms": per_step(ms), "calls": per_step(calls)}
+                for name, calls, ms in self.by_name[:kernels]
+            ],
+        }
+
     def text(self, rows: int = 40) -> str:
         """A table for people."""
         steps = max(1, self.steps)

@@ -17,6 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import serving  # noqa: E402
 import serving_children  # noqa: E402
+import serving_plot  # noqa: E402
 import serving_results as results  # noqa: E402
 from serving_children import Child  # noqa: E402
 from serving_engine import Job, plugin_metrics, step_of, verified  # noqa: E402
@@ -377,9 +378,33 @@ def test_ratios_stay_within_a_run() -> None:
     assert best["other", "demo", "greedy", "plugin"] == {8: pytest.approx(2.0)}
     assert results.ratios(rows, "none")["r", "demo", "greedy", "plugin"] == {8: pytest.approx(2.2)}
     assert results.ratios([row("none", 1.0), row("plugin", 2.0)], "best") == {}
-    assert results.geometric_mean([2.0, 0.5, 1.0]) == pytest.approx(1.0)
     text = results.table({"runs": [], "rows": rows})
     assert "1.100" in text and "2.000" in text
+
+
+def test_a_plot_puts_runs_together_and_keeps_ratios_within_them() -> None:
+    rows = [
+        row("none", 100.0),
+        row("fixed3", 200.0),
+        row("plugin", 220.0),
+        row("plugin", 880.0, run="other"),
+        row("fixed7", 400.0, run="other"),
+        row("fixed3", 500.0, run="without"),
+    ]
+    absolute, relative, against = serving_plot.lines(rows)
+    assert against == "the plugin"
+    assert absolute["plugin"][8].runs == [220.0, 880.0]
+    ratios = {system: line[8].runs for system, line in relative.items()}
+    approx = pytest.approx
+    assert ratios == {
+        "none": [approx(1 / 2.2)],
+        "fixed3": [approx(2 / 2.2)],
+        "fixed7": [approx(4 / 8.8)],
+        "plugin": [1.0, 1.0],
+    }
+    _, relative, against = serving_plot.lines(rows[:2])
+    assert (against, relative["none"][8].runs) == ("the best native setting", [0.5])
+    assert serving_plot.lines(rows[:1])[2] == "the slowest system"
 
 
 def test_merge_keeps_runs_apart(tmp_path: Path) -> None:

@@ -106,4 +106,8 @@ def test_idle_time_counts_to_the_part_that_ends_it() -> None:
     expected = {part: float(len(names)) for part, names in STEP}
     expected["target forward"] += 10.0
     assert idle == {**expected, "next step": 7.0}
+    figures = profile.figures(kernels=2)
+    assert figures["parts"]["inputs"] == {"ms": 0.004, "idle_ms": 0.002, "calls": 2.0}
+    assert (figures["kind"], figures["steps"], len(figures["kernels"])) == ("decode", 1, 2)
+    assert figures["step_ms"] == pytest.approx(ts / 1e3 + 0.007)
     assert "next step" in profile.text()
