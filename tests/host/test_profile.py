@@ -68,6 +68,16 @@ def test_narrow_blocks_ride_along_with_varlen_batches_that_leave_their_graphs_ro
     assert {width for query_len, _, width in shapes if query_len == 1} == {2, 5, 7}
 
 
+def test_graphs_of_narrow_blocks_that_were_not_timed_are_interpolated() -> None:
+    """65 requests draft in the graph of 96, not in the next one that was timed."""
+    same = [SimpleNamespace(full_cudagraph=True, num_reqs=64, drafter_ms=1.0)]
+    most = [SimpleNamespace(full_cudagraph=True, num_reqs=256, drafter_ms=4.0)]
+    timed = {profile._Shape(1, 64, 2): same, profile._Shape(1, 256, 2): most}
+    curve = profile._draft_curves(timed, {32, 64, 96, 128, 256, 512})[2]
+    assert curve.sizes.tolist() == [64, 96, 128, 256]
+    assert curve.at(np.array([10, 65, 200])).tolist() == [1.0, 1.5, 4.0]
+
+
 def test_times_become_curves_by_tokens_and_by_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StartupProfile, "_logit_row_ms", lambda self: 0.002)
 

@@ -13,6 +13,7 @@ sampling run outside the timed forward, so a cost per logit row is timed on its 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,9 +30,11 @@ from vllm_dspark.engine.graphs import thin
 logger = logging.getLogger("vllm.dspark")
 
 REPLAYS = 3
-_DRAFT_POINTS_RATIO = 1.9
+_DRAFT_POINTS_RATIO = 3.9
 """Request counts at which narrow blocks are timed lie so far apart: their cost is all but linear
 between, and start-up should not take long."""
+_SLOPE_POINTS_RATIO = 1.9
+"""The same for batches that are timed for a slope only: by requests, or by context."""
 CONTEXT_TOKENS = 1024
 """KV tokens behind every profiled request; enough for attention to cost what it costs in service.
 """
@@ -73,6 +76,8 @@ class StartupProfile:
         self._widths = tuple(widths)
         self._set_width = set_width
         self._timed: list[_Shape] = []
+        self.seconds = 0.0
+        """Host time of the dummy batches so far."""
 
     def batches(self) -> Iterator[dict[str, Any]]:
         """Arguments of the host's dummy runs; its decode width follows the shape being timed."""
@@ -83,11 +88,15 @@ class StartupProfile:
                 self._set_width(shape.draft_width)
                 for _ in range(REPLAYS):
                     self._timed.append(shape)
+                    begin = time.perf_counter()
                     yield {
                         "num_tokens": shape.query_len * shape.requests,
                         "uniform_decode": True,
                         "context_len": self._context_len(shape),
                     }
+                    spent = time.perf_counter() - begin
+                    self.seconds += spent
+                    logger.debug("DSpark timed %s in %.1f ms", shape, 1e3 * spent)
         finally:
             runner.decode_query_len = usual
             self._set_width(self._widths[-1])
@@ -113,13 +122,15 @@ class StartupProfile:
                 every = width == 0 and requests in spread
                 for draft_width in sorted(apart | {widest}) if every else (widest,):
                     yield _Shape(width + 1, requests, draft_width)
-        for tokens in varlen:
-            for query_len, draft_width in riders.items():
-                if tokens % query_len == 0 and tokens // query_len <= most:
-                    shape = _Shape(query_len, tokens // query_len, draft_width)
-                    yield shape
-                    if query_len == _VARLEN_QUERY_LENS[0]:
-                        yield replace(shape, context_len=_SHORT_CONTEXT)
+        for query_len, draft_width in riders.items():
+            fitting = [t for t in varlen if t % query_len == 0 and t // query_len <= most]
+            few = thin(fitting, _SLOPE_POINTS_RATIO)
+            price_tiers = query_len == _VARLEN_QUERY_LENS[0]
+            for tokens in fitting if price_tiers else few:
+                shape = _Shape(query_len, tokens // query_len, draft_width)
+                yield shape
+                if price_tiers and tokens in few:
+                    yield replace(shape, context_len=_SHORT_CONTEXT)
 
     def _rider(self, query_len: int) -> int:
         """Width that is timed along with a target forward: its graph has room for the context."""
@@ -148,9 +159,17 @@ class StartupProfile:
         return replace(
             fit_cost_model(steps, {}, self._widths[-1]),
             draft_width=self._widths[-1],
-            draft_widths=_draft_curves(timed),
+            draft_widths=_draft_curves(timed, self._drafted_counts()),
             logit_row_ms=self._logit_row_ms(),
         )
+
+    def _drafted_counts(self) -> set[int]:
+        """Request counts of the draft's graphs, which are those of the uniform ones."""
+        return {
+            tokens // (width + 1)
+            for width, ladder in self._core.width_ladders.items()
+            for tokens in ladder.tokens.tolist()
+        }
 
     def _logit_row_ms(self) -> float:
         """Cost of one more row through LM head and greedy verification, from two sizes."""
@@ -174,8 +193,10 @@ class StartupProfile:
         return min(times_ms[1:])
 
 
-def _draft_curves(timed: dict[_Shape, list[Any]]) -> dict[int, Curve]:
-    """Shortest draft time by requests for every width; a shape's target forward does not matter."""
+def _draft_curves(timed: dict[_Shape, list[Any]], counts: set[int]) -> dict[int, Curve]:
+    """Shortest draft time by requests for every width; a shape's target forward does not matter.
+    Request counts that have graphs (`counts`) and lie between two timed ones are interpolated.
+    """
     times: dict[int, dict[int, float]] = {}
     for shape, same in timed.items():
         if not same[0].full_cudagraph or shape.context_len < CONTEXT_TOKENS:
@@ -183,13 +204,14 @@ def _draft_curves(timed: dict[_Shape, list[Any]]) -> dict[int, Curve]:
         by_requests = times.setdefault(shape.draft_width, {})
         requests, shortest = same[0].num_reqs, min(sample.drafter_ms for sample in same)
         by_requests[requests] = min(shortest, by_requests.get(requests, shortest))
-    return {
-        width: Curve(
-            np.array(sorted(by_requests), dtype=np.int64),
-            np.array([by_requests[requests] for requests in sorted(by_requests)]),
-        )
-        for width, by_requests in times.items()
-    }
+    curves = {}
+    for width, by_requests in times.items():
+        measured = sorted(by_requests)
+        between = {count for count in counts if measured[0] < count < measured[-1]}
+        sizes = np.array(sorted({*measured, *between}), dtype=np.int64)
+        ms = np.interp(sizes, measured, [by_requests[requests] for requests in measured])
+        curves[width] = Curve(sizes, ms)
+    return curves
 
 
 def describe(cost: CostModel | None) -> str:
