@@ -22,6 +22,7 @@ class Worker:
         if engine.get("async_scheduling"):
             _allow_overlap_on_cpus()
         self._llm = LLM(**engine)
+        self._adapters: dict[str, int] = {}
         self._jit_events: list[str] = []
         _watch_compiler(self._jit_events)
 
@@ -34,8 +35,20 @@ class Worker:
             for request in requests
         ]
         params = [_sampling_params(request["sampling"]) for request in requests]
-        finished = self._llm.generate(prompts, params, use_tqdm=False)
+        adapters = [self._adapter(request.get("adapter")) for request in requests]
+        finished = self._llm.generate(
+            prompts, params, use_tqdm=False, lora_request=adapters if any(adapters) else None
+        )
         return [[_as_json(answer, choice) for choice in answer.outputs] for answer in finished]
+
+    def _adapter(self, path: str | None) -> Any:
+        """The LoRA adapter of a folder, None without one."""
+        if path is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(path, len(self._adapters) + 1)
+        return LoRARequest(path, number, path)
 
     def pin(self, budget: int | float | None) -> None:
         """Fix the verify budget from now on; None lets the policy choose again."""

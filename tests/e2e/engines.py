@@ -180,10 +180,21 @@ class Engine:
         answers = self._call("generate", list(requests))
         return [[Output(**choice) for choice in choices] for choices in answers]
 
-    def greedy(self, prompts: Sequence[Any], tokens: int, **sampling: Any) -> list[Output]:
-        """One greedy continuation of `tokens` tokens per prompt."""
+    def greedy(
+        self,
+        prompts: Sequence[Any],
+        tokens: int,
+        adapters: Sequence[str | None] | None = None,
+        **sampling: Any,
+    ) -> list[Output]:
+        """One greedy continuation of `tokens` tokens per prompt, by the adapter of each if any."""
         options = {"max_tokens": tokens, "ignore_eos": True, **sampling}
-        return [choices[0] for choices in self.run([request(p, **options) for p in prompts])]
+        chosen = adapters or [None] * len(prompts)
+        requests = [
+            request(prompt, adapter=adapter, **options)
+            for prompt, adapter in zip(prompts, chosen, strict=True)
+        ]
+        return [choices[0] for choices in self.run(requests)]
 
     def pin(self, budget: int | float | None) -> None:
         self._call("pin", budget)
@@ -261,12 +272,17 @@ class Engine:
         return EngineFailure(f"{what}\n--- log of the engine ---\n{tail}")
 
 
-def request(prompt: Any, **sampling: Any) -> dict[str, Any]:
+def request(prompt: Any, *, adapter: str | None = None, **sampling: Any) -> dict[str, Any]:
     """A request for `Engine.run`: text or token ids, and `SamplingParams` options.
 
-    `structured` holds the options of `StructuredOutputsParams`. Greedy unless told otherwise.
+    `structured` holds the options of `StructuredOutputsParams`, `adapter` is the folder of a LoRA
+    adapter. Greedy unless told otherwise.
     """
-    return {"prompt": prompt, "sampling": {"temperature": 0.0, **sampling}}
+    return {
+        "prompt": prompt,
+        "adapter": adapter,
+        "sampling": {"temperature": 0.0, **sampling},
+    }
 
 
 def demo_prompts(count: int) -> list[str]:

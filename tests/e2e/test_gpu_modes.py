@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from adapters import WITH_LORA, adapters
 from engines import (
     GAMMA,
     ON_GPU,
@@ -63,6 +64,17 @@ def _case(mode: str, overlap: bool) -> Case:
     return Case({**VERIFY_MODES[mode], "draft_width": GAMMA}, mode, overlap, pins)
 
 
+def _backend(mode: str, attention: dict[str, Any]) -> Case:
+    """What `auto` takes with another attention backend, whose rounding is its own."""
+    return Case(
+        {"draft_width": GAMMA},
+        mode,
+        pins=(1.0, None, 0),
+        same_drafts=False,
+        llm={"attention_config": attention},
+    )
+
+
 CASES = {
     "device, overlap": _case("device", True),
     "device, sync": _case("device", False),
@@ -89,12 +101,25 @@ CASES = {
         # Neither a capture nor a warm-up of the host compiles the kernels.
         llm={"enforce_eager": True},
     ),
+    "Triton attention, overlap": _backend("device", {"backend": "TRITON_ATTN"}),
+    # Its full graphs take one length for all requests.
+    "FlashAttention 2, overlap": _backend("uniform", {"flash_attn_version": 2}),
+    "adapters, overlap": Case(
+        {"draft_width": GAMMA},
+        "uniform",
+        pins=(1.0, None, 0),
+        path="host",
+        same_drafts=False,
+        llm=WITH_LORA,
+    ),
 }
 MORE_CASES = {
     "cap-accept, sync": _case("cap-accept", False),
     "host, overlap": _case("host", True),
     "uniform, sync": _case("uniform", False),
     "static, overlap": _case("static", True),
+    # Compiles its kernels for minutes where they are not installed.
+    "FlashInfer, overlap": _backend("uniform", {"backend": "FLASHINFER"}),
 }
 
 
@@ -154,6 +179,18 @@ def plain() -> Plain:
     return Plain(greedy, mixed)
 
 
+@pytest.fixture(scope="session")
+def chosen_adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str | None]:
+    return adapters(tmp_path_factory.mktemp("adapters"), PROMPTS, bare=True)
+
+
+@pytest.fixture(scope="session")
+def plain_adapted(chosen_adapters: list[str | None]) -> list[Output]:
+    """As `plain.greedy`, with adapters."""
+    with Engine(place=ON_GPU, **WITH_LORA) as engine:
+        return engine.greedy(demo_prompts(PROMPTS), TOKENS, chosen_adapters, logprobs=5)
+
+
 class Running:
     """An engine of one case, and what is noted of it."""
 
@@ -178,32 +215,42 @@ def running(case: str, plain: Plain, facts: dict[str, Any]) -> Iterator[Running]
         yield Running(engine, notes)
 
 
-def generate(engine: Engine) -> tuple[list[Output], float]:
+def generate(
+    engine: Engine, chosen_adapters: list[str | None] | None = None
+) -> tuple[list[Output], float]:
     """Greedy continuations of the demo prompts, and the mean accepted length, bonus included.
 
     A full batch at a time: while a waiting prompt is read, a step replays no full graph.
     """
     prompts, room = demo_prompts(PROMPTS), ON_GPU.options["max_num_seqs"]
+    chosen = chosen_adapters or [None] * PROMPTS
     got = []
     with engine.counting() as counted:
         for start in range(0, PROMPTS, room):
-            got += engine.greedy(prompts[start : start + room], TOKENS)
+            batch = slice(start, start + room)
+            got += engine.greedy(prompts[batch], TOKENS, chosen[batch])
     steps = counted["vllm:spec_decode_num_drafts"]
     return got, 1 + counted["vllm:spec_decode_num_accepted_tokens"] / max(steps, 1)
 
 
-def test_greedy_tokens_are_the_targets(case: str, running: Running, plain: Plain) -> None:
+def test_greedy_tokens_are_the_targets(
+    case: str, running: Running, plain: Plain, request: pytest.FixtureRequest
+) -> None:
     """At every budget; all of them are tried before the first failure is raised."""
     engine, wanted, notes = running.engine, definition(case), running.notes
+    expected, chosen = plain.greedy, None
+    if wanted.llm is WITH_LORA:
+        # Another engine, so it is started for this case only.
+        expected, chosen = map(request.getfixturevalue, ("plain_adapted", "chosen_adapters"))
     assert engine.mode() == wanted.mode
     assert engine.overlaps() is wanted.overlap
     wrong = []
     for pin in wanted.pins:
         engine.pin(pin)
-        got, accept_len = generate(engine)
+        got, accept_len = generate(engine, chosen)
         if notes["accept_len"] is None:
             notes["accept_len"] = round(accept_len, 4)
-        found = differences(plain.greedy, got)
+        found = differences(expected, got)
         notes["differing_prompts"][str(pin)] = len(found)
         notes["largest_gap"] = max([notes.get("largest_gap", 0.0), *(d.gap for d in found)])
         wrong += [f"pin {pin}, {d}" for d in found if d.gap > BF16_NEAR_TIE]

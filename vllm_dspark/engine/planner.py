@@ -508,9 +508,4 @@ class StepPlanner:
         cost = self._profile.fit(samples)
         if cost is not None:
             self.core.adopt(cost=self._share(cost))
-            logger.info(
-                "DSpark step costs, %d batches timed in %.1f s: %s",
-                len(samples),
-                self._profile.seconds,
-                describe(self.core.cost),
-            )
+            logger.info("DSpark step costs: %s", describe(self.core.cost))

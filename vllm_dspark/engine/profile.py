@@ -76,8 +76,7 @@ class StartupProfile:
         self._widths = tuple(widths)
         self._set_width = set_width
         self._timed: list[_Shape] = []
-        self.seconds = 0.0
-        """Host time of the dummy batches so far."""
+        self._seconds = 0.0
 
     def batches(self) -> Iterator[dict[str, Any]]:
         """Arguments of the host's dummy runs; its decode width follows the shape being timed."""
@@ -95,7 +94,7 @@ class StartupProfile:
                         "context_len": self._context_len(shape),
                     }
                     spent = time.perf_counter() - begin
-                    self.seconds += spent
+                    self._seconds += spent
                     logger.debug("DSpark timed %s in %.1f ms", shape, 1e3 * spent)
         finally:
             runner.decode_query_len = usual
@@ -139,6 +138,7 @@ class StartupProfile:
     def fit(self, samples: list[Any]) -> CostModel | None:
         """Cost model from the host's timings, or None if there is nothing to fit."""
         shapes, self._timed = self._timed, []
+        logger.info("DSpark start-up profile: %d batches in %.1f s", len(shapes), self._seconds)
         if not samples or len(samples) != len(shapes):
             return None
         timed: dict[_Shape, list[Any]] = {}
