@@ -15,7 +15,11 @@ import pytest
 import torch
 from draft_harness import DraftHost
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 
 from vllm_dspark import compat
 from vllm_dspark.config import ConfigError
@@ -94,6 +98,26 @@ def test_rounded_layers_compute_nearly_the_same(config: Any, host: SimpleNamespa
         assert 0 < error < 0.06
     assert draft.lm_head is COPY
     assert host.copied == [(HEAD, "fp8")]
+
+
+def test_a_host_without_a_kernel_leaves_every_layer_as_it_is(
+    config: Any, host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    def no_kernel(**kwargs: Any) -> Any:
+        if kwargs["weight_shape"] == torch.Size([64, 64]):
+            raise ValueError("no kernel for this shape")
+        return SimpleNamespace()
+
+    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", no_kernel)
+    draft = Draft(config)
+    draft_weights.round_draft(draft, GPU, "auto")
+    for layer in draft.projections():
+        assert layer.weight.dtype == BF16 and not layer.weight.is_meta
+        assert type(layer.quant_method) is UnquantizedLinearMethod
+    with pytest.raises(ConfigError, match="layers: no kernel for this shape"):
+        draft_weights.round_draft(draft, GPU, "fp8")
 
 
 def test_artifacts_compiled_for_other_weights_are_not_loaded(

@@ -69,6 +69,11 @@ def _round_layers(model: Any) -> str:
     layers = [m for m in model.model.layers.modules() if isinstance(m, LinearBase)]
     if not all(map(_is_plain, layers)):
         return "the checkpoint's layers are not all of a 16-bit dtype"
+    try:
+        for layer in layers:
+            _fp8_method(layer, torch.nn.Module())
+    except ValueError as error:
+        return str(error)
     for layer in layers:
         _round_layer(layer)
     _tell_compile_cache(model.model)
@@ -80,27 +85,38 @@ def _is_plain(layer: LinearBase) -> bool:
     return plain and layer.weight.dtype in _ROUNDABLE
 
 
-def _round_layer(layer: Any) -> None:
-    """Give one loaded layer the method, and the weights, that an FP8 layer has after loading."""
-    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+def _fp8_method(layer: Any, target: torch.nn.Module) -> Any:
+    """The host's FP8 method for a layer like `layer`, set up on `target`, whose weights it makes.
 
-    weight = layer.weight
+    Raises:
+        ValueError: the host has no kernel for it.
+    """
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+
+    dtype = layer.weight.dtype
     # The method takes its output dtype from the default one, as if the model were being built.
-    with set_default_torch_dtype(weight.dtype):
+    with set_default_torch_dtype(dtype):
         method = Fp8PtpcOnlineLinearMethod()
         method.create_weights(
-            layer,
+            target,
             layer.input_size_per_partition,
             layer.output_partition_sizes,
             layer.input_size,
             layer.output_size,
-            weight.dtype,
+            dtype,
             weight_loader=layer.weight_loader,
         )
-        layer.weight = torch.nn.Parameter(weight.data, requires_grad=False)
-        method.process_weights_after_loading(layer)
-    layer.quant_method = method
+    return method
+
+
+def _round_layer(layer: Any) -> None:
+    """Give one loaded layer the method, and the weights, that an FP8 layer has after loading."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    loaded = layer.weight.data
+    layer.quant_method = _fp8_method(layer, layer)
+    layer.weight = torch.nn.Parameter(loaded, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
     # Nothing is being loaded any more; a later reload starts from the 16-bit shapes on record.
     get_layerwise_info(layer).reset()
 
