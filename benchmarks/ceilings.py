@@ -15,52 +15,38 @@ Medians over repetitions, each timed by the device.
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import serving_results
 import torch
+from device_timing import median_ms
 
 from vllm_dspark.cli.provenance import header
 
-REPEATS = 20
 SIDE = 8192
 COPY_BYTES = 8 * 2**30
 ROWS, COLUMNS = 2**21, 4096
-
-
-def median_s(body: Callable[[], object]) -> float:
-    """Median time of `body` on the device."""
-    times = []
-    for _ in range(REPEATS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        body()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times[3:])
 
 
 def copy_rate() -> float:
     """Bytes read and written per second."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_s(lambda: target.copy_(source))
+    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) * 1e3
 
 
 def read_rate() -> float:
     """Bytes read per second."""
     matrix = torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16)
     vector = torch.randn(COLUMNS, device="cuda", dtype=torch.bfloat16)
-    return 2 * ROWS * COLUMNS / median_s(lambda: torch.mv(matrix, vector))
+    return 2 * ROWS * COLUMNS / median_ms(lambda: torch.mv(matrix, vector)) * 1e3
 
 
 def arithmetic() -> dict[str, float]:
     operations = 2 * SIDE**3
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    bf16 = operations / median_s(lambda: a @ b) / 1e12
+    bf16 = operations / median_ms(lambda: a @ b) / 1e9
     small_a, small_b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     by_row, by_column = (torch.ones(shape, device="cuda") for shape in ((SIDE, 1), (1, SIDE)))
 
@@ -70,7 +56,7 @@ def arithmetic() -> dict[str, float]:
             small_a, small_b.t(), by_row, by_column, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    fp8 = operations / median_s(rounded) / 1e12
+    fp8 = operations / median_ms(rounded) / 1e9
     return {"bf16_tflops": round(bf16), "fp8_tflops": round(fp8)}
 
 
@@ -88,8 +74,7 @@ def main() -> None:
     }
     print(json.dumps(document, indent=1))
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        serving_results.save(document, options.out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from device_timing import median_ms
 
 from vllm_dspark.cli.provenance import header
 from vllm_dspark.kernels.confidence import confidence
@@ -38,7 +38,6 @@ from vllm_dspark.kernels.markov_step import (
 VOCAB, RANK, HIDDEN, GAMMA = 151_936, 256, 4096, 7
 BATCHES = (1, 2, 4, 8, 32, 64, 128, 256)
 WIDTHS = (7, 3)
-REPLAYS = 20
 CANDIDATES = tuple(
     LaunchOptions(block_vocab, tile_reqs, num_warps, 1, overlap)
     for overlap in (False, True)
@@ -104,15 +103,7 @@ def median_us(body: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         body()
-    times = []
-    for _ in range(REPLAYS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return round(statistics.median(times[3:]), 1)
+    return round(median_ms(graph.replay) * 1e3, 1)
 
 
 def confidence_row(num_reqs: int, table: torch.Tensor) -> dict[str, Any]:

@@ -78,15 +78,30 @@ class Start:
         """What only the engine's log tells."""
         return serving_results.log_figures(self.log)
 
+    @property
+    def sweeps(self) -> list[dict[str, Any]]:
+        """What it has measured."""
+        return [event for event in self.child.events if event["event"] == "sweep"]
+
     def close(self, limit_s: float) -> None:
         """End it and say how it went."""
         self.child.end(limit_s)
-        sweeps = sum(event["event"] == "sweep" for event in self.child.events)
+        spent, count = time.monotonic() - self.began, len(self.sweeps)
         print(
-            f"{self.label}: {time.monotonic() - self.began:.0f} s, {sweeps} results, log {self.log}"
+            f"{self.label}: {spent:.0f} s, {count} results, log {self.log}"
             + (f"; {self.failure}\n{_tail(self.log)}" if self.failure else ""),
             flush=True,
         )
+
+
+@dataclass
+class Group:
+    """Systems whose engines are alive together; `opened` has those that were started."""
+
+    systems: list[System]
+    sampling: str
+    repeat: int
+    opened: list[Start] = field(default_factory=list)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,17 +194,16 @@ def _measure(options: argparse.Namespace) -> int:
     for repeat in range(options.repeats):
         for sampling in options.sampling:
             for first in range(0, len(systems), options.together):
-                group = systems[first : first + options.together]
+                group = Group(systems[first : first + options.together], sampling, repeat)
                 if time.monotonic() - began > options.total_s:
-                    names = ", ".join(system.name for system in group)
+                    names = ", ".join(system.name for system in group.systems)
                     print(f"{names}: not started, --total-s {options.total_s:g} is over")
                     failed = True
                     continue
-                opened: list[Start] = []
                 try:
-                    _measure_group(options, group, sampling, repeat, opened)
+                    _measure_group(options, group)
                 finally:
-                    for start in opened:
+                    for start in group.opened:
                         failed |= bool(start.failure)
                         starts.setdefault((sampling, start.system.name), []).append(start)
                     serving_results.save(_document(options, run, starts), options.output)
@@ -197,43 +211,32 @@ def _measure(options: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _measure_group(
-    options: argparse.Namespace,
-    group: list[System],
-    sampling: str,
-    repeat: int,
-    opened: list[Start],
-) -> None:
-    """Start, measure and end the engines of a group, into `opened`."""
+def _measure_group(options: argparse.Namespace, group: Group) -> None:
+    """Start, measure and end the engines of a group."""
     try:
-        _open_group(options, group, sampling, repeat, opened)
-        _sweep_all(options, opened)
+        _open_group(options, group)
+        _sweep_all(options, group.opened)
     except SystemExit:
-        for start in opened:
+        for start in group.opened:
             start.child.failure = start.child.failure or "the run was terminated"
         raise
     finally:
-        for start in opened:
+        for start in group.opened:
             start.close(options.limit_s)
 
 
-def _open_group(
-    options: argparse.Namespace,
-    group: list[System],
-    sampling: str,
-    repeat: int,
-    opened: list[Start],
-) -> None:
-    """Start engines that stay idle until all are ready, into `opened`, in the order of `group`;
+def _open_group(options: argparse.Namespace, group: Group) -> None:
+    """Start engines that stay idle until all are ready, and put them in the order of the systems;
     those that time steps while they start come last, one after the other, with all others idle.
     """
-    for system in sorted(group, key=lambda system: system.profiles):
+    opened, sampling = group.opened, group.sampling
+    for system in sorted(group.systems, key=lambda system: system.profiles):
         for other in opened if system.profiles else ():
             other.child.wait_ready(options.limit_s)
-        opened.append(_open(options, system, sampling, f"{repeat}-{sampling}-{system.name}"))
+        opened.append(_open(options, system, sampling, f"{group.repeat}-{sampling}-{system.name}"))
     for start in opened:
         start.child.wait_ready(options.limit_s)
-    opened.sort(key=lambda start: group.index(start.system))
+    opened.sort(key=lambda start: group.systems.index(start.system))
 
 
 def _sweep_all(options: argparse.Namespace, opened: list[Start]) -> None:
@@ -370,7 +373,7 @@ def _profile_rows(
     options: argparse.Namespace, start: Start, traces: Sequence[Path]
 ) -> Iterator[dict[str, Any]]:
     """One row per traced concurrency; prints the tables on the way."""
-    sweeps = [event for event in start.child.events if event["event"] == "sweep"]
+    sweeps = start.sweeps
     for concurrency, path in zip(options.profile, traces, strict=True):
         untraced = [event for event in sweeps if event["concurrency"] == concurrency][-1]
         figures = {name: untraced[name] for name in UNTRACED}

@@ -90,16 +90,15 @@ def lines(rows: Sequence[Row]) -> tuple[dict[str, Line], dict[str, Line], str]:
     has_plugin = any(row["system"] == "plugin" for row in rows)
     has_native = any(best_native(members) for members in groups(rows).values())
     for (*_, concurrency), members in groups(rows).items():
-        slowest = min(members, key=lambda row: row["tok_s"])
-        base: Row | None = best_native(members) or slowest
-        if has_plugin:
-            base = next((row for row in members if row["system"] == "plugin"), None)
+        plugin = next((row for row in members if row["system"] == "plugin"), None)
+        native = best_native(members) or min(members, key=lambda row: row["tok_s"])
+        base = plugin if has_plugin else native
         for row in members:
             _point(absolute, row["system"], concurrency).add(row, 1.0)
             if base is not None:
                 _point(relative, row["system"], concurrency).add(row, base["tok_s"])
-    native = "the best native setting" if has_native else "the slowest system"
-    return absolute, relative, "the plugin" if has_plugin else native
+    otherwise = "the best native setting" if has_native else "the slowest system"
+    return absolute, relative, "the plugin" if has_plugin else otherwise
 
 
 def _point(found: dict[str, Line], system: str, concurrency: int) -> Point:

@@ -165,15 +165,15 @@ def _by_kind(kernels: list[Event], starts: Sequence[tuple[float, str]]) -> list[
 
 
 def _profile(kind: str, spans: list[Span], count: int, device: bool, parts: bool) -> Profile:
+    events = [event for span in spans for event in span.events]
     names: dict[str, tuple[int, float]] = {}
-    for event in (event for span in spans for event in span.events):
+    for event in events:
         calls, ms = names.get(event["name"], (0, 0.0))
         names[event["name"]] = (calls + 1, ms + event["dur"] / 1e3)
     by_name = sorted(((n, c, ms) for n, (c, ms) in names.items()), key=lambda row: -row[2])
     by_part = {part: PartTotal() for part in (*PARTS, _AFTERWARDS)} if parts else {}
     for span in spans if parts else ():
         _add_parts(by_part, span)
-    events = [event for span in spans for event in span.events]
     intervals = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
     busy_ms = _covered(intervals) / 1e3
     span_ms = sum(span.end - span.start for span in spans) / 1e3

@@ -362,13 +362,15 @@ class MetricsWriter:
 
     def observe_host(self, part: str, seconds: float) -> None:
         """Count host time of this rank's decisions, e.g. `part="plan"`."""
-        if self.enabled and seconds >= 0.0:
-            self._add(("host_seconds", (*self._rank, part)), seconds)
+        self._spend("host_seconds", part, seconds)
 
     def observe_overhead(self, part: str, seconds: float) -> None:
         """Count time spent on observing itself, e.g. `part="records"`."""
+        self._spend("overhead_seconds", part, seconds)
+
+    def _spend(self, name: str, part: str, seconds: float) -> None:
         if self.enabled and seconds >= 0.0:
-            self._add(("overhead_seconds", (*self._rank, part)), seconds)
+            self._add((name, (*self._rank, part)), seconds)
 
     def _add(self, key: Key, amount: float) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -216,14 +216,14 @@ def running(case: str, plain: Plain, facts: dict[str, Any]) -> Iterator[Running]
 
 
 def generate(
-    engine: Engine, chosen_adapters: list[str | None] | None = None
+    engine: Engine, chosen: Sequence[str | None] = (None,) * PROMPTS
 ) -> tuple[list[Output], float]:
-    """Greedy continuations of the demo prompts, and the mean accepted length, bonus included.
+    """Greedy continuations of the demo prompts, by the adapters in `chosen`, and the mean accepted
+    length, bonus included.
 
     A full batch at a time: while a waiting prompt is read, a step replays no full graph.
     """
     prompts, room = demo_prompts(PROMPTS), ON_GPU.options["max_num_seqs"]
-    chosen = chosen_adapters or [None] * PROMPTS
     got = []
     with engine.counting() as counted:
         for start in range(0, PROMPTS, room):
@@ -238,7 +238,7 @@ def test_greedy_tokens_are_the_targets(
 ) -> None:
     """At every budget; all of them are tried before the first failure is raised."""
     engine, wanted, notes = running.engine, definition(case), running.notes
-    expected, chosen = plain.greedy, None
+    expected, chosen = plain.greedy, [None] * PROMPTS
     if wanted.llm is WITH_LORA:
         # Another engine, so it is started for this case only.
         expected, chosen = map(request.getfixturevalue, ("plain_adapted", "chosen_adapters"))

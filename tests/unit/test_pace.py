@@ -15,11 +15,9 @@ LIGHT, HEAVY = 0, 1500
 """Prompt tokens of a step."""
 
 
-def planner(bound_ms: float | None = None) -> Planner:
+def planner() -> Planner:
     cost = CostModel({ExecMode.FULL: Curve(SIZES, 5.0 + 0.02 * SIZES)})
-    return Planner(
-        PolicyConfig(min_gain=0.0, hysteresis=0.0, step_bound_ms=bound_ms), GAMMA, cost=cost
-    )
+    return Planner(PolicyConfig(min_gain=0.0, hysteresis=0.0), GAMMA, cost=cost)
 
 
 def step(prompt_tokens: int) -> StepInput:

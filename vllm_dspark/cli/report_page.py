@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -175,6 +175,11 @@ def limits(snapshot: Snapshot) -> str:
     )
 
 
+def _per_step(seconds: Mapping[str, float], steps: float) -> str:
+    """Host time by part, in microseconds per step."""
+    return ", ".join(f"{k} {1e6 * v / steps:.0f} µs" for k, v in sorted(seconds.items()))
+
+
 def ranks(snapshot: Snapshot) -> str:
     """Agreement of tensor-parallel ranks, graph misses and the cost of observing."""
     d = views.D
@@ -183,7 +188,6 @@ def ranks(snapshot: Snapshot) -> str:
     messages = total(snapshot, d + "sync_messages_total")
     sync_ms = 1e3 * total(snapshot, d + "sync_seconds_total") / messages if messages else 0.0
     settled = total(snapshot, d + "steps_settled_total")
-    overhead = by_label(snapshot, d + "overhead_seconds_total", "part")
     rows = [
         (
             "steps that found no graph",
@@ -193,11 +197,10 @@ def ranks(snapshot: Snapshot) -> str:
         ("host time of a TP sync", f"{sync_ms:.3f} ms" if messages else "no sync took place"),
     ]
     if settled:
-        spent = ", ".join(f"{k} {1e6 * v / settled:.0f} µs" for k, v in sorted(overhead.items()))
-        rows.append(("observing, per step", spent))
+        overhead = by_label(snapshot, d + "overhead_seconds_total", "part")
         host = by_label(snapshot, d + "host_seconds_total", "part", rank="0")
-        spent = ", ".join(f"{k} {1e6 * v / settled:.0f} µs" for k, v in sorted(host.items()))
-        rows.append(("deciding, per step", spent or "nothing was decided"))
+        rows.append(("observing, per step", _per_step(overhead, settled)))
+        rows.append(("deciding, per step", _per_step(host, settled) or "nothing was decided"))
     lines = "".join(f'<tr><td>{k}</td><td class="text">{escape(v)}</td></tr>' for k, v in rows)
     return f"<h2>Host</h2><table>{lines}</table>"
 
