@@ -2,6 +2,7 @@
 """The consensus checker: finds the step, names the ranks, and never waits for ever."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,13 @@ import pytest
 import torch
 from launcher import Launcher
 
-from vllm_dspark.parallel.consensus import EXIT_CODE, ConsensusChecker, ConsensusOptions
+from vllm_dspark.parallel.consensus import (
+    EXIT_CODE,
+    HISTORY,
+    ConsensusChecker,
+    ConsensusError,
+    ConsensusOptions,
+)
 from vllm_dspark.parallel.peer_exchange import PeerError
 from vllm_dspark.parallel.step_record import Decision
 
@@ -19,18 +26,27 @@ SLACK_STEPS = 10
 
 
 class LatePeer:
-    """An exchange whose other rank does `late` in its first swap and then equals this one."""
+    """An exchange whose other rank does `late` in its first swap and otherwise equals this one.
+
+    Args:
+        differs: changes the rows that the other rank sends in its first swap.
+    """
 
     rank, world_size = 0, 2
 
-    def __init__(self, late: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        late: Callable[[], None],
+        differs: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self._late: Callable[[], None] | None = late
+        self._differs = differs
 
     def swap(self, mine: torch.Tensor) -> torch.Tensor:
-        late, self._late = self._late, None
+        (late, self._late), (differs, self._differs) = (self._late, None), (self._differs, None)
         if late is not None:
             late()
-        return torch.stack([mine, mine])
+        return torch.stack([mine, mine if differs is None else differs(mine)])
 
 
 @pytest.mark.parametrize("interval", [1, 7, 32])
@@ -126,6 +142,48 @@ def test_a_step_that_hangs_after_an_audit_has_ended(ranks: Launcher) -> None:
     assert "the audit of the tensor-parallel group has ended" in staying.log
     assert staying.how == f"exit {EXIT_CODE}", staying.log
     assert "rank 0 has not left its step for 3 s" in staying.log
+
+
+def test_a_difference_is_explained_however_late_the_peer() -> None:
+    """The step that differs is older than any record kept for the dump, once the peer answers."""
+    ran_ahead, interval = threading.Event(), HISTORY
+
+    def late() -> None:
+        assert ran_ahead.wait(20.0), "this rank has not run ahead"
+
+    def other_budget(mine: torch.Tensor) -> torch.Tensor:
+        return torch.where(mine == 10, 11, mine)
+
+    checker = ConsensusChecker(
+        ConsensusOptions(interval, timeout_s=30.0, grace_s=0.05), LatePeer(late, other_budget)
+    )
+    with pytest.raises(ConsensusError) as caught:
+        for step in range(10 * HISTORY):
+            checker.begin_step()
+            budget = 10 if step == 2 else 5
+            checker.decided(Decision(step, budget, None, 16, 4, 3, np.ones(3)))
+            checker.end_step()
+            if step == interval + HISTORY:
+                ran_ahead.set()
+    checker.close()
+    assert (caught.value.step, caught.value.what) == (2, "budget")
+    for text in caught.value.values.values():
+        assert json.loads(text)["budget"] == 10
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_old_records_are_dropped(stops: bool) -> None:
+    """Those that were compared, apart from the last ones for the dump."""
+    interval = 4
+    options = ConsensusOptions(interval, stops, timeout_s=30.0)
+    checker = ConsensusChecker(options, LatePeer(lambda: None))
+    for step in range(10 * HISTORY):
+        checker.begin_step()
+        checker.decided(Decision(step, 1, None, 16, 4, 1, np.ones(1)))
+        checker.end_step()
+        assert len(checker._history) <= HISTORY + 2 * interval + SLACK_STEPS
+    checker.close()
+    assert len(checker._history) >= HISTORY
 
 
 @pytest.mark.parametrize("stops", [True, False])

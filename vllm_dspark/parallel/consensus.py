@@ -57,7 +57,7 @@ logger = logging.getLogger("vllm.dspark")
 EXIT_CODE = 70
 """Of a process whose main thread hangs in a step that the ranks disagree on."""
 HISTORY = 64
-"""Records kept for the dump."""
+"""Records kept for the dump, apart from those that are not compared yet."""
 _SLACK_STEPS = 8
 _TEXT_BYTES = 16384
 _AUDIT_INTERVAL = 32
@@ -152,7 +152,7 @@ class ConsensusChecker:
         self._error: Exception | None = None
         self._noticed = threading.Event()
         self._audit_differs = False
-        self._history: deque[Decision | Outcome] = deque(maxlen=HISTORY)
+        self._history: deque[Decision | Outcome] = deque()
         ranks = range(exchange.world_size)
         self._unmatched: list[dict[_Key, _Row]] = [{} for _ in ranks]
         self._latest: list[dict[int, int]] = [dict.fromkeys(RecordKind, -1) for _ in ranks]
@@ -279,7 +279,16 @@ class ConsensusChecker:
         self._check_missing()
         with self._wake:
             self._steps_pending -= sum(row[0] == RecordKind.DECISION for row in rows)
+            self._forget()
             self._wake.notify_all()
+
+    def _forget(self) -> None:
+        """Drop old records, but none that a comparison may still have to explain."""
+        unmatched, kept = self._unmatched[self._exchange.rank], self._history
+        while len(kept) > max(HISTORY, len(self._pending)):
+            if (kept[0].kind, kept[0].step) in unmatched:
+                return
+            kept.popleft()
 
     def _file(self, rank: int, received: list[int]) -> None:
         for index in range(1, received[0] + 1):

@@ -98,7 +98,7 @@ def differing(kind: RecordKind, one: tuple[int, ...], other: tuple[int, ...]) ->
 
 
 def as_json(record: Decision | Outcome | None) -> str:
-    """One line with every value in full; null for a record that is no longer kept."""
+    """One line with every value in full; null without a record."""
     if record is None:
         return "null"
     names = ["step", *(name for name, _ in FIELDS[record.kind])]
