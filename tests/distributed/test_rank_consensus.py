@@ -20,7 +20,7 @@ from vllm_dspark.parallel.consensus import (
     ConsensusOptions,
 )
 from vllm_dspark.parallel.peer_exchange import PeerError
-from vllm_dspark.parallel.step_record import Decision
+from vllm_dspark.parallel.step_record import WIDTH, Decision
 
 SLACK_STEPS = 10
 
@@ -47,6 +47,25 @@ class LatePeer:
         if late is not None:
             late()
         return torch.stack([mine, mine if differs is None else differs(mine)])
+
+
+class LaggingPeer:
+    """An exchange whose other rank does what this one did, one step per swap."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._rows: list[torch.Tensor] = []
+
+    def swap(self, mine: torch.Tensor) -> torch.Tensor:
+        rows = mine.view(-1, WIDTH)
+        self._rows.extend(rows[1 : 1 + int(rows[0, 0])].clone())
+        theirs = torch.zeros_like(rows)
+        if self.steps < len(self._rows):
+            theirs[0, 0], theirs[1] = 1, self._rows[self.steps]
+            self.steps += 1
+        return torch.stack([mine, theirs.view(-1)])
 
 
 @pytest.mark.parametrize("interval", [1, 7, 32])
@@ -144,6 +163,21 @@ def test_a_step_that_hangs_after_an_audit_has_ended(ranks: Launcher) -> None:
     assert "rank 0 has not left its step for 3 s" in staying.log
 
 
+def test_a_rank_does_not_run_ahead_of_a_peer_that_lags() -> None:
+    """The other rank answers every swap at once, but takes one step between two of them."""
+    interval, peer = 4, LaggingPeer()
+    options = ConsensusOptions(interval, timeout_s=30.0)
+    checker = ConsensusChecker(options, peer)
+    leads = []
+    for step in range(400):
+        checker.begin_step()
+        checker.decided(Decision(step, 1, None, 16, 4, 1, np.ones(1)))
+        leads.append(step - peer.steps)
+        checker.end_step()
+    checker.close()
+    assert interval < max(leads) <= 2 * interval + SLACK_STEPS
+
+
 def test_a_difference_is_explained_however_late_the_peer() -> None:
     """The step that differs is older than any record kept for the dump, once the peer answers."""
     ran_ahead, interval = threading.Event(), HISTORY
@@ -189,7 +223,7 @@ def test_old_records_are_dropped(stops: bool) -> None:
 @pytest.mark.parametrize("stops", [True, False])
 def test_waiting_for_a_peer_is_no_stall(stops: bool) -> None:
     """A rank that waited for its peer gets a step's full time afterwards, again and again."""
-    timeout_s, aborted = 0.6, []
+    timeout_s, aborted = 2.0, []
 
     def late() -> None:
         time.sleep(0.95 * timeout_s if stops else 1.05 * timeout_s)

@@ -278,7 +278,10 @@ class ConsensusChecker:
         self._last_round_s = time.monotonic()
         self._check_missing()
         with self._wake:
-            self._steps_pending -= sum(row[0] == RecordKind.DECISION for row in rows)
+            # Sent is not compared: while a peer lags behind, this rank may not run on.
+            unmatched = self._unmatched[self._exchange.rank]
+            left = [kind for kind, _ in unmatched] + [row[0] for row in self._pending]
+            self._steps_pending = left.count(RecordKind.DECISION)
             self._forget()
             self._wake.notify_all()
 
