@@ -18,11 +18,10 @@ import json
 import sys
 from pathlib import Path
 
-import serving_results
 import torch
 from device_timing import median_ms
 
-from vllm_dspark.cli.provenance import header
+from vllm_dspark.cli.provenance import header, save
 
 SIDE = 8192
 COPY_BYTES = 8 * 2**30
@@ -74,7 +73,7 @@ def main() -> None:
     }
     print(json.dumps(document, indent=1))
     if options.out is not None:
-        serving_results.save(document, options.out)
+        save(document, options.out)
 
 
 if __name__ == "__main__":

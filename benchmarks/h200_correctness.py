@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_dspark.cli.provenance import save
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 560
 SHARES = 4
@@ -109,8 +111,7 @@ def main() -> int:
     if not found:
         return 1
     merged = merge(found)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+    save(merged, options.out)
     spread = merged["acceptance_spread"]
     if spread is None or spread > SAME_ACCEPTANCE:
         print(f"accepted lengths differ by {spread}, not by at most {SAME_ACCEPTANCE}")

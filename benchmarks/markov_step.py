@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from device_timing import median_ms
 
-from vllm_dspark.cli.provenance import header
+from vllm_dspark.cli.provenance import header, save
 from vllm_dspark.kernels.confidence import confidence
 from vllm_dspark.kernels.markov_step import (
     LaunchOptions,
@@ -164,8 +164,7 @@ def main() -> None:
         "confidences": [confidence_row(num_reqs, heads[0]) for num_reqs in options.batches],
     }
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(document, options.out)
 
 
 if __name__ == "__main__":

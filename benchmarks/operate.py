@@ -26,8 +26,7 @@ from vllm_dspark.cli import demo
 from vllm_dspark.cli.calibrate import FITS, Errors, held_out, survivals_under
 from vllm_dspark.cli.costs import step_times
 from vllm_dspark.cli.counters import settled
-from vllm_dspark.cli.figures import write_json
-from vllm_dspark.cli.provenance import header
+from vllm_dspark.cli.provenance import header, save
 from vllm_dspark.cli.recorded import Recording, from_files, server_directory
 from vllm_dspark.cli.replay import Table, policy, replay_all
 from vllm_dspark.cli.server import Server
@@ -175,8 +174,7 @@ def main() -> None:
         "concurrency": CONCURRENCY,
         **header(["python", *sys.argv]),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.out, record)
+    save(record, args.out)
     for name in ("ece_before", "ece_after", "replay_accept_len_error", "record_overhead"):
         print(f"{name:24} {record[name]:.4f}")
     print(f"{'record_us_per_step':24} {record['record_us_per_step']:.1f}")

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_dspark.cli.provenance import header
+from vllm_dspark.cli.provenance import header, save
 from vllm_dspark.core import (
     CalibrationTable,
     CostModel,
@@ -214,8 +214,7 @@ def main() -> int:
     for entry in rows:
         print(json.dumps(entry))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**made_by, "rows": rows}, indent=1) + "\n")
+        save({**made_by, "rows": rows}, options.out)
     missed = [r["requests"] for r in rows if r["target_us"] and r["plugin_us"] > r["target_us"]]
     slower = [r["requests"] for r in rows if r["plugin_us"] >= r["native_us"]]
     for label, sizes in (("above its target", missed), ("not faster than native", slower)):

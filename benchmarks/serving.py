@@ -42,7 +42,7 @@ from serving_systems import (
     requests_by_concurrency,
 )
 
-from vllm_dspark.cli.provenance import header
+from vllm_dspark.cli.provenance import header, save
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.merge:
             document = serving_results.merge([serving_results.load(p) for p in options.merge])
-            serving_results.save(document, options.output)
+            save(document, options.output)
         elif options.table or options.plot:
             document = serving_results.load(options.table or options.plot)
         elif options.profile:
@@ -206,7 +206,7 @@ def _measure(options: argparse.Namespace) -> int:
                     for start in group.opened:
                         failed |= bool(start.failure)
                         starts.setdefault((sampling, start.system.name), []).append(start)
-                    serving_results.save(_document(options, run, starts), options.output)
+                    save(_document(options, run, starts), options.output)
     print(serving_results.table(_document(options, run, starts)))
     return int(failed)
 
@@ -365,7 +365,7 @@ def _profile(options: argparse.Namespace) -> int:
         "sampling": sampling,
         "rows": list(_profile_rows(options, start, found)),
     }
-    serving_results.save(document, options.output)
+    save(document, options.output)
     return 0
 
 

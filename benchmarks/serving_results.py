@@ -112,11 +112,6 @@ def load(path: Path) -> Document:
     return document
 
 
-def save(document: Document, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
 def merge(documents: Sequence[Document]) -> Document:
     """All runs and rows. Raises `ValueError` if two documents share a run."""
     runs = [run for document in documents for run in document["runs"]]

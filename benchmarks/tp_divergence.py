@@ -40,8 +40,7 @@ from tp_servers import DRIFT, Disturbed, Servers
 from tp_stability import FAILURES, WINDOW_STEPS, price
 from tp_workloads import REQUEST_LIMIT_S, Answer, other_tokens, send
 
-from vllm_dspark.cli import demo
-from vllm_dspark.cli.provenance import header
+from vllm_dspark.cli import demo, provenance
 from vllm_dspark.cli.server import Server, ServerError
 from vllm_dspark.cli.traffic import Client, Greedy, read_prompts
 
@@ -230,7 +229,7 @@ def main() -> int:
     add("--tokens", type=int, default=256, help="of the longest output")
     add("--stability", type=Path, help="result of tp_stability.py on the same machine")
     options = parser.parse_args()
-    document = header(["python", *sys.argv], options.commit) | {"tp": options.tp}
+    document = provenance.header(["python", *sys.argv], options.commit) | {"tp": options.tp}
     largest = max(options.concurrency)
     prompts = read_prompts(demo.DEMO_FOLDER / "prompts.jsonl", min(largest, 100))
     with tempfile.TemporaryDirectory(prefix="dspark-tp-") as temporary:
@@ -273,7 +272,7 @@ def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
         "stability": stability or None,
     }
     if options.out is not None:
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        provenance.save(document, options.out)
 
 
 def _total(value: Any, key: str) -> int | None:

@@ -45,7 +45,7 @@ from tp_servers import DRIFT, Disturbed, Servers
 from tp_workloads import WORKLOADS, Answer, Request, other_tokens, send
 
 from vllm_dspark.cli import demo
-from vllm_dspark.cli.provenance import header
+from vllm_dspark.cli.provenance import header, save
 from vllm_dspark.cli.server import Server, ServerError
 from vllm_dspark.cli.traffic import Client, read_prompts
 from vllm_dspark.metrics_snapshot import (
@@ -329,8 +329,7 @@ def main() -> int:
             # After every server, so that an interrupted soak leaves what it found.
             document = summary(made_by, soak, rows, prices, len(cells))
             if options.out is not None:
-                text = json.dumps(document, indent=1) + "\n"
-                options.out.write_text(text, encoding="utf-8")
+                save(document, options.out)
     print(json.dumps({key: document[key] for key in ("runs", *FAILURES, "sync_share")}))
     return 1 if any(document[name] for name in FAILURES) else 0
 

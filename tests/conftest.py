@@ -7,7 +7,6 @@ facts of their own through the fixture `facts`.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ class Summary:
         self.facts: dict[str, Any] = {"jit_events_in_traffic": 0, "modes": {}}
         self._outcomes = {"passed": 0, "failed": 0, "skipped": 0}
         self._failures: list[str] = []
-        self._header = provenance.header(command, commit)
+        self._header, self._save = provenance.header(command, commit), provenance.save
         self.write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -51,8 +50,7 @@ class Summary:
             **self.facts,
             "failures": self._failures,
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        self._save(document, self._path)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -39,6 +39,8 @@ from serving_systems import (  # noqa: E402
     prepare_pair,
 )
 
+from vllm_dspark.cli import provenance  # noqa: E402
+
 
 class FakeEngine:
     """Commits up to `per_step` tokens of every active request in steps of a real clock."""
@@ -411,7 +413,7 @@ def test_merge_keeps_runs_apart(tmp_path: Path) -> None:
     first = {"runs": [{"id": "a"}], "rows": [row("none", 1.0, run="a")]}
     second = {"runs": [{"id": "b"}], "rows": [row("none", 2.0, run="b")]}
     for name, document in (("a", first), ("b", second)):
-        results.save(document, tmp_path / f"{name}.json")
+        provenance.save(document, tmp_path / f"{name}.json")
     paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     assert serving.main(["--merge", *paths, "-o", str(tmp_path / "c.json")]) == 0
     merged = results.load(tmp_path / "c.json")

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ def header(command: Sequence[str], commit_id: str | None = None) -> dict[str, An
         "commit": commit_id or commit(),
         "command": command_line(command),
     }
+
+
+def save(document: Mapping[str, Any], path: Path) -> None:
+    """Write a result file, and the folder it is in if that is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def command_line(words: Sequence[str]) -> str:
