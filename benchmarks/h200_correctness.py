@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correctness on one GPU: kernels, captured acceptance, every verify mode against the target.
 
-    python benchmarks/h200_correctness.py [--out FILE] [pytest arguments]
+    python benchmarks/h200_correctness.py [--out FILE] [--gpus N [N ...]] [pytest arguments]
 
-Runs `pytest tests/kernels tests/e2e -m gpu` in parts, side by side on the GPU, and leaves a JSON
+Runs `pytest tests/kernels tests/e2e -m gpu` in parts, side by side on one GPU or shared out among
+several (every engine still has one), and leaves a JSON
 file with what they found: `passed`, `failed`, `skipped`, `jit_events_in_traffic` (kernels compiled
 while requests ran, the host's own included), `modes` (accepted length, continuations that differ
 from the target's and by how much, steps by what accepted them), `acceptance_spread` of the modes,
@@ -17,10 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ from vllm_dspark.cli.provenance import save
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 560
 SHARES = 4
-"""Processes that share the engines; each holds one engine at a time, of a fifth of the memory."""
+"""Processes per GPU that share the engines; each holds one at a time, of a fifth of the memory."""
 NATIVE = "tests/e2e/test_gpu_modes.py::test_native_dspark_beside_ours"
 ACCEPTANCE = "tests/e2e/test_gpu_modes.py::test_acceptance_is_the_same_in_every_loop"
 """Compares all modes with each other, so it is done on what all shares have found."""
@@ -37,15 +41,32 @@ SAME_ACCEPTANCE = 0.02
 COUNTS = ("passed", "failed", "skipped", "jit_events_in_traffic")
 
 
-def parts() -> dict[str, list[str]]:
-    """Arguments of pytest by the name of the part."""
-    engines = {
-        f"engines {share + 1} of {SHARES}": ["tests/e2e", "--share", f"{share}/{SHARES}"]
-        + ["--deselect", ACCEPTANCE]
-        + (["--deselect", NATIVE] if share else [])
-        for share in range(SHARES)
-    }
-    return {"kernels": ["tests/kernels"], **engines}
+@dataclass(frozen=True)
+class Part:
+    """One run of pytest; on the GPU of that number, None for whichever CUDA takes."""
+
+    tests: list[str]
+    gpu: int | None = None
+
+    def start(self, summary: Path, further: list[str]) -> subprocess.Popen[bytes]:
+        place = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": str(self.gpu)}
+        command = [sys.executable, "-m", "pytest", *self.tests, "-m", "gpu", *further]
+        return subprocess.Popen(
+            [*command, "--summary", str(summary)], cwd=ROOT, env={**os.environ, **place}
+        )
+
+
+def parts(gpus: Sequence[int] | None = None) -> dict[str, Part]:
+    """Parts by name: the kernels, and the engines in `SHARES` per GPU."""
+    places = list(gpus or [None])
+    every = SHARES * len(places)
+    found = {"kernels": Part(["tests/kernels"], places[-1])}
+    for share in range(every):
+        tests = ["tests/e2e", "--share", f"{share}/{every}", "--deselect", ACCEPTANCE]
+        # The last share has no more cases than any other.
+        tests += ["--deselect", NATIVE] if share < every - 1 else []
+        found[f"engines {share + 1} of {every}"] = Part(tests, places[share % len(places)])
+    return found
 
 
 def merge(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -84,18 +105,13 @@ def main() -> int:
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200_correctness.json"
     )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="stop the tests after this")
+    parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="share out among these")
     options, further = parser.parse_known_args()
+    planned = parts(options.gpus)
     deadline = time.monotonic() + options.limit_s
     with tempfile.TemporaryDirectory() as folder:
-        files = {name: Path(folder) / f"{name}.json" for name in parts()}
-        running = {
-            name: subprocess.Popen(
-                [sys.executable, "-m", "pytest", *tests, "-m", "gpu", *further]
-                + ["--summary", str(files[name])],
-                cwd=ROOT,
-            )
-            for name, tests in parts().items()
-        }
+        files = {name: Path(folder) / f"{name}.json" for name in planned}
+        running = {name: part.start(files[name], further) for name, part in planned.items()}
         failed = False
         for name, process in running.items():
             try:

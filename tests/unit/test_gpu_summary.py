@@ -2,8 +2,11 @@
 """The GPU suite's parts and the one file that is made of what they found."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -34,12 +37,27 @@ def test_counts_add_up_and_modes_come_together() -> None:
     assert (merged["seconds"], merged["commit"]) == (9.0, "c")
 
 
-def test_every_engine_is_in_one_share_and_the_native_one_too() -> None:
-    arguments = list(suite.parts().values())
-    shares = [words[words.index("--share") + 1] for words in arguments if "--share" in words]
-    assert shares == [f"{share}/{suite.SHARES}" for share in range(suite.SHARES)]
-    assert sum(suite.NATIVE in words for words in arguments) == suite.SHARES - 1
-    assert sum(suite.ACCEPTANCE in words for words in arguments) == suite.SHARES
+@pytest.mark.parametrize("gpus", [None, [1], [0, 1]])
+def test_every_engine_is_in_one_share_and_the_native_one_too(gpus: list[int] | None) -> None:
+    every = suite.SHARES * len(gpus or [0])
+    engines = [part for part in suite.parts(gpus).values() if "--share" in part.tests]
+    shares = [part.tests[part.tests.index("--share") + 1] for part in engines]
+    assert shares == [f"{share}/{every}" for share in range(every)]
+    assert sum(suite.NATIVE in part.tests for part in engines) == every - 1
+    assert all(suite.ACCEPTANCE in part.tests for part in engines)
+    places = Counter(part.gpu for part in engines)
+    assert places == dict.fromkeys(gpus or [None], suite.SHARES)
+
+
+def test_a_part_runs_on_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), sys.argv[-2:])"
+    interpreter = tmp_path / "python"
+    out = tmp_path / "out"
+    interpreter.write_text(f'#!/bin/sh\n"{sys.executable}" -c "{script}" "$@" > "{out}"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(suite.sys, "executable", str(interpreter))
+    assert suite.Part(["tests"], 1).start(tmp_path / "s.json", []).wait() == 0
+    assert out.read_text() == f"1 ['--summary', '{tmp_path / 's.json'}']\n"
 
 
 def test_modes_are_compared_whatever_share_they_ran_in() -> None:
