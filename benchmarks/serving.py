@@ -8,10 +8,11 @@
     python benchmarks/serving.py --profile 1 32 256 --systems plugin -o profile.json
 
 `serving_load` says what is measured, `serving_systems` how systems are written, `serving_children`
-how they are kept apart, `serving_results` what a result file holds. Systems are started in the
-order of `--systems`, `--together` of them at a time on one GPU (name their `--kv-cache-gib` then),
-and take turns at every concurrency, `--repeats-in-process` times; all of it is repeated `--repeats`
-times. This process imports neither vLLM nor torch.
+how they are kept apart, `serving_phases` what `--phases` does for runs on GPUs side by side, and
+`serving_results` what a result file holds. Systems are started in the order of `--systems`,
+`--together` of them at a time on one GPU (name their `--kv-cache-gib` then), and take turns at
+every concurrency, `--repeats-in-process` times; all of it is repeated `--repeats` times. This
+process imports neither vLLM nor torch.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import serving_trace
 from serving_children import Child
 from serving_engine import Job
 from serving_memory import used_gib
+from serving_phases import Phase, phase
 from serving_systems import (
     CAPTURE_SIZES,
     SHAPES,
@@ -155,6 +157,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-cache-gib", type=float, help="KV cache of an engine, for several on one GPU")
     add("--limit-s", type=float, default=420.0, help="time limit of a start and of an end")
     add("--sweep-limit-s", type=float, default=300.0, help="time limit of one measurement")
+    add("--phases", type=Path, metavar="FOLDER", help="shared by all runs on this machine")
+    add("--phase-limit-s", type=float, default=900.0, help="time limit of a wait for other runs")
     add("--total-s", type=float, default=float("inf"), help="no new start after this time")
     add("--capture-sizes", nargs="+", type=int, default=list(CAPTURE_SIZES))
     add("--max-model-len", type=int, default=1024)
@@ -202,6 +206,9 @@ def _measure(options: argparse.Namespace) -> int:
                     continue
                 try:
                     _measure_group(options, group)
+                except TimeoutError as error:
+                    print(error)
+                    failed = True
                 finally:
                     for start in group.opened:
                         failed |= bool(start.failure)
@@ -214,11 +221,14 @@ def _measure(options: argparse.Namespace) -> int:
 def _measure_group(options: argparse.Namespace, group: Group) -> None:
     """Start, measure and end the engines of a group."""
     try:
-        _open_group(options, group)
-        _sweep_all(options, group.opened)
-    except SystemExit:
+        with phase(options.phases, Phase.START, options.phase_limit_s):
+            _open_group(options, group)
+        with phase(options.phases, Phase.MEASURE, options.phase_limit_s):
+            _sweep_all(options, group.opened)
+    except (SystemExit, TimeoutError) as error:
+        reason = str(error) if isinstance(error, TimeoutError) else "the run was terminated"
         for start in group.opened:
-            start.child.failure = start.child.failure or "the run was terminated"
+            start.child.failure = start.child.failure or reason
         raise
     finally:
         for start in group.opened:
@@ -347,12 +357,14 @@ def _profile(options: argparse.Namespace) -> int:
     system, sampling = parse_system(options.systems[0]), options.sampling[0]
     traces = (options.work / options.run / "traces").resolve()
     traces.mkdir(parents=True, exist_ok=True)
-    start = _open(options, system, sampling, f"profile-{sampling}-{system.name}", str(traces))
-    start.child.wait_ready(options.limit_s)
-    start.child.order(options.sweep_limit_s)
-    for trace in (False, True):
-        for concurrency in options.profile:
-            start.child.order(options.sweep_limit_s, concurrency=concurrency, trace=trace)
+    with phase(options.phases, Phase.START, options.phase_limit_s):
+        start = _open(options, system, sampling, f"profile-{sampling}-{system.name}", str(traces))
+        start.child.wait_ready(options.limit_s)
+    with phase(options.phases, Phase.MEASURE, options.phase_limit_s):
+        start.child.order(options.sweep_limit_s)
+        for trace in (False, True):
+            for concurrency in options.profile:
+                start.child.order(options.sweep_limit_s, concurrency=concurrency, trace=trace)
     start.close(options.limit_s)
     found = sorted(traces.glob("*.json*"), key=lambda path: path.stat().st_mtime)
     if start.failure or len(found) != len(options.profile):
