@@ -9,8 +9,8 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ class Disturbed:
     world: int = WORLD
     collectives: str = ""
     """See `engine_faults.COLLECTIVES`."""
+    _read: dict[Path, int] = field(default_factory=dict, init=False)
+    """Bytes of each trace that were read."""
+    _steps: list[dict[int, dict[str, Any]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._steps = [{} for _ in range(self.world)]
 
     @property
     def fault_file(self) -> Path:
@@ -90,21 +96,24 @@ class Disturbed:
         }
 
     def steps(self) -> list[dict[int, dict[str, Any]]]:
-        """What each rank did, by step; one list entry per rank."""
-        ranks = []
-        for rank in range(self.world):
-            lines = [
-                line for file in self._files(rank, "jsonl") for line in file.read_text().split("\n")
-            ]
-            steps: dict[int, dict[str, Any]] = {}
+        """What each rank did, by step; one list entry per rank. Reads what is new since last time."""
+        for rank, steps in enumerate(self._steps):
+            for file in self._files(rank, "jsonl"):
+                for values in self._new_lines(file):
+                    # Steps without drafts are not decided; what they commit is of no interest.
+                    if "budget" in values or values["step"] in steps:
+                        steps.setdefault(values["step"], {}).update(values)
+        return self._steps
+
+    def _new_lines(self, file: Path) -> Iterator[dict[str, Any]]:
+        with file.open("rb") as lines:
+            lines.seek(self._read.get(file, 0))
             for line in lines:
-                # The last line of a server that was killed may be cut off.
-                values = json.loads(line) if line.endswith("}") else {"step": None}
-                # Steps without drafts are not decided; what they commit is of no interest.
-                if "budget" in values or values["step"] in steps:
-                    steps.setdefault(values["step"], {}).update(values)
-            ranks.append(steps)
-        return ranks
+                # The last line may be incomplete, for now or because its server was killed.
+                if not line.endswith(b"\n"):
+                    return
+                self._read[file] = self._read.get(file, 0) + len(line)
+                yield json.loads(line)
 
     def pids(self) -> dict[int, int]:
         """Processes of the ranks that have built their planner, by rank."""

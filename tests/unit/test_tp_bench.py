@@ -129,6 +129,18 @@ class TestComparison:
         assert (disturbed.compare().steps, disturbed.compare().differing) == (1, 0)
         assert disturbed.pids() == {0: 70, 1: 71}
 
+    def test_lines_are_read_as_they_come(self, tmp_path: Path) -> None:
+        disturbed = traced(tmp_path, [step(1), step(2)], [step(1)])
+        assert (disturbed.compare().steps, disturbed.last_step()) == (1, 2)
+        late = json.dumps(step(2, budget=4))
+        for text in (late[:9], late[9:] + "\n", json.dumps({"step": 2, "graph": 8}) + "\n"):
+            with (tmp_path / "traces" / "rank1-71.jsonl").open("a") as trace:
+                trace.write(text)
+            found = disturbed.compare()
+            assert found.steps == 1 + (text != late[:9])
+        assert found.by_field == {"budget": 1}
+        assert disturbed.steps()[1][2]["graph"] == 8
+
 
 class CountingSync:
     """Adds one to what passes, and counts."""
