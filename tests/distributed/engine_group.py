@@ -96,7 +96,7 @@ class Disturbed:
         }
 
     def steps(self) -> list[dict[int, dict[str, Any]]]:
-        """What each rank did, by step; one list entry per rank. Reads what is new since last time."""
+        """What each rank did, by step; one list entry per rank. Only what is new is read."""
         for rank, steps in enumerate(self._steps):
             for file in self._files(rank, "jsonl"):
                 for values in self._new_lines(file):
