@@ -52,6 +52,8 @@ class RayCluster:
             # Ray makes workers nice, so that anything else on the machine would come first.
             "RAY_worker_niceness": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray would end workers because of what else fills the machine's memory.
+            "RAY_memory_monitor_refresh_ms": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
