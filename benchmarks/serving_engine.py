@@ -79,7 +79,8 @@ def step_of(scheduler: Any, iteration: Any) -> Step:
     step = Step(time.perf_counter())
     if iteration is not None:
         step.tokens = iteration.num_generation_tokens
-        step.rows = len(iteration.inter_token_latencies_iter)
+        step.latencies_s = list(iteration.inter_token_latencies_iter)
+        step.rows = len(step.latencies_s)
         step.first_tokens = len(iteration.time_to_first_tokens_iter)
         step.prompt_tokens = iteration.num_prompt_tokens
     if (drafts := scheduler.spec_decoding_stats) is not None:

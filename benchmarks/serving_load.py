@@ -41,6 +41,8 @@ class Step:
     batch_tokens: int | None = None  # tokens in the target's batch, padding excluded
     padded_tokens: int | None = None
     graph: str = ""
+    latencies_s: list[float] = field(default_factory=list)
+    """Per row, time since the step before of that request, by the engine's own clock."""
 
     @property
     def ran(self) -> bool:
@@ -184,6 +186,8 @@ def engine_metrics(steps: Sequence[Step], window: Window) -> dict[str, Any]:
 
     `accept_len`: tokens per request and step, bonus included, first tokens of requests excluded.
     `decode_step_p50_ms`: median time of steps in which no request got its first token.
+    `engine_itl`: time between two steps of a request where the engine hands out its tokens, which
+    is what vLLM publishes as inter-token latency; `itl` adds how late a busy frontend notices.
     `slowest_steps`: the longest steps and what they held, which says where a p99 comes from.
 
     Raises:
@@ -203,6 +207,7 @@ def engine_metrics(steps: Sequence[Step], window: Window) -> dict[str, Any]:
         "steps": len(counted),
         "step_ms": round(seconds / len(counted) * 1e3, 4),
         "decode_step_p50_ms": percentiles_ms(plain, "x")["x_p50_ms"],
+        **percentiles_ms([s for step in counted for s in step.latencies_s], "engine_itl"),
         "rows_per_step": round(rows / len(counted), 3),
         "accept_len": round(decoded / rows, 4) if rows else None,
         "scheduled_per_step": round(sum(s.scheduled_drafts for s in counted) / len(counted), 3),
@@ -218,6 +223,7 @@ def _slowest(steps: Sequence[Step], count: int = 8) -> list[dict[str, Any]]:
     return [
         {
             "ms": round(seconds * 1e3, 2),
+            "engine_ms": percentiles_ms(step.latencies_s, "x")["x_p50_ms"],
             "rows": step.rows,
             "prompts": step.first_tokens,
             "prompt_tokens": step.prompt_tokens,

@@ -27,6 +27,8 @@ _MEDIANS = (
     "decode_step_p50_ms",
     "itl_p50_ms",
     "itl_p99_ms",
+    "engine_itl_p50_ms",
+    "engine_itl_p99_ms",
     "tpot_p50_ms",
     "tpot_p99_ms",
     "ttft_p50_ms",

@@ -171,6 +171,7 @@ def test_sums_start_after_the_first_step_of_the_window() -> None:
             prompt_tokens=50,
             batch_tokens=60,
             padded_tokens=64,
+            latencies_s=[0.4, 0.5, 0.6],
         ),
         Step(9.0, tokens=999, rows=999),
     ]
@@ -185,6 +186,9 @@ def test_sums_start_after_the_first_step_of_the_window() -> None:
     slowest = metrics["slowest_steps"]
     assert [step["ms"] for step in slowest] == [2000.0, 1000.0]
     assert (slowest[0]["prompts"], slowest[0]["prompt_tokens"]) == (1, 50)
+    # The frontend saw the step after 2 s, the engine had it done after half a second.
+    assert [step["engine_ms"] for step in slowest] == [500.0, None]
+    assert metrics["engine_itl_p50_ms"] == 500.0
     with pytest.raises(ValueError, match="1 engine steps"):
         engine_metrics(steps, Window(8.0, 10.0))
 
@@ -217,6 +221,7 @@ def test_step_of_hosts_statistics() -> None:
     )
     step = step_of(scheduler, iteration)
     assert (step.tokens, step.rows, step.first_tokens, step.prompt_tokens) == (8, 2, 1, 40)
+    assert step.latencies_s == [0.1, 0.1]
     assert (step.scheduled_drafts, step.accepted_drafts) == (14, 5)
     assert (step.batch_tokens, step.padded_tokens, step.graph) == (16, 24, "FULL")
     idle = step_of(Stats(spec_decoding_stats=None, cudagraph_stats=None), None)
