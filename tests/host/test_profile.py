@@ -13,7 +13,7 @@ from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.policy import PolicyConfig
 from vllm_dspark.core.tiers import ExecMode, TierLadder
 from vllm_dspark.engine import profile
-from vllm_dspark.engine.profile import REPLAYS, StartupProfile
+from vllm_dspark.engine.profile import LONG_REPLAYS, LONG_TOKENS, REPLAYS, StartupProfile
 
 GAMMA, MAX_REQS, WIDTHS = 7, 64, (1, 2, 3, 5, 7)
 COUNTS = [1, 2, 4, 8, 16, 24, 32, 48, 64]
@@ -51,7 +51,9 @@ def timed(varlen: str) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("varlen", VARLEN)
 def test_every_width_is_timed_up_to_the_largest_batch(varlen: str) -> None:
     shapes = timed(varlen)
-    assert all(shapes.count(shape) % REPLAYS == 0 for shape in set(shapes))
+    for query_len, requests, width in set(shapes):
+        replays = REPLAYS if query_len * requests <= LONG_TOKENS else LONG_REPLAYS
+        assert shapes.count((query_len, requests, width)) % replays == 0
     for width in WIDTHS:
         counts = {requests for _, requests, drafted in shapes if drafted == width}
         assert {1, MAX_REQS} <= counts

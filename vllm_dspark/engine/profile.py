@@ -29,7 +29,11 @@ from vllm_dspark.engine.graphs import thin
 
 logger = logging.getLogger("vllm.dspark")
 
-REPLAYS = 3
+REPLAYS, LONG_REPLAYS = 3, 2
+"""How often a batch is timed. What disturbs a replay takes as long in a long one, where it hardly
+shows, and long ones are what start-up waits for."""
+LONG_TOKENS = 128
+"""Batches with more tokens are long."""
 _DRAFT_POINTS_RATIO = 3.9
 """Request counts at which narrow blocks are timed lie so far apart: their cost is all but linear
 between, and start-up should not take long."""
@@ -52,6 +56,10 @@ class _Shape:
     requests: int
     draft_width: int
     context_len: int = CONTEXT_TOKENS
+
+    @property
+    def replays(self) -> int:
+        return LONG_REPLAYS if self.query_len * self.requests > LONG_TOKENS else REPLAYS
 
 
 class StartupProfile:
@@ -85,7 +93,7 @@ class StartupProfile:
             for shape in self._shapes():
                 runner.decode_query_len = shape.query_len
                 self._set_width(shape.draft_width)
-                for _ in range(REPLAYS):
+                for _ in range(shape.replays):
                     self._timed.append(shape)
                     begin = time.perf_counter()
                     yield {
