@@ -160,7 +160,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--phases", type=Path, metavar="FOLDER", help="shared by all runs on this machine")
     add("--phase-limit-s", type=float, default=900.0, help="time limit of a wait for other runs")
     add("--total-s", type=float, default=float("inf"), help="no new start after this time")
-    add("--capture-sizes", nargs="+", type=int, default=list(CAPTURE_SIZES))
+    add(
+        "--capture-sizes",
+        nargs="*",
+        type=int,
+        default=list(CAPTURE_SIZES),
+        help="without a value: what vLLM captures by itself",
+    )
     add("--max-model-len", type=int, default=1024)
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=8192)

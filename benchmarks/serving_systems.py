@@ -145,7 +145,7 @@ def _block(**options: Any) -> dict[str, Any]:
 class EngineOptions:
     """What the operator may change; the same for all systems of a run."""
 
-    capture_sizes: tuple[int, ...] = CAPTURE_SIZES
+    capture_sizes: tuple[int, ...] = CAPTURE_SIZES  # empty: vLLM's own
     max_model_len: int = 1024
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -177,7 +177,7 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
     if options.eager:
         arguments["enforce_eager"] = True
-    else:
+    elif options.capture_sizes:
         arguments["compilation_config"] = {
             "cudagraph_capture_sizes": list(options.capture_sizes),
             "max_cudagraph_capture_size": max(options.capture_sizes),

@@ -16,6 +16,7 @@ from vllm_dspark.engine import profile
 from vllm_dspark.engine.profile import LONG_REPLAYS, LONG_TOKENS, REPLAYS, StartupProfile
 
 GAMMA, MAX_REQS, WIDTHS = 7, 64, (1, 2, 3, 5, 7)
+MAX_TOKENS = 3000
 COUNTS = [1, 2, 4, 8, 16, 24, 32, 48, 64]
 
 
@@ -30,17 +31,24 @@ def profiled(varlen: str) -> tuple[StartupProfile, Any, list[int]]:
     ladders = {ExecMode.FULL: TierLadder(VARLEN[varlen])}
     families = {k: TierLadder([n * (k + 1) for n in COUNTS]) for k in (0, GAMMA)}
     core = Planner(PolicyConfig(), GAMMA, ladders, width_ladders=families)
-    runner = SimpleNamespace(max_num_reqs=MAX_REQS, decode_query_len=GAMMA + 1, max_model_len=512)
+    runner = SimpleNamespace(
+        max_num_reqs=MAX_REQS,
+        decode_query_len=GAMMA + 1,
+        max_model_len=512,
+        max_num_tokens=MAX_TOKENS,
+    )
     widths: list[int] = []
     return StartupProfile(core, runner, WIDTHS, widths.append), runner, widths
 
 
 def timed(varlen: str) -> list[tuple[int, int, int]]:
-    """(query length, requests, draft width) of every dummy batch."""
+    """(query length, requests, draft width) of every dummy batch with a graph."""
     startup, runner, widths = profiled(varlen)
     shapes = []
     for batch in startup.batches():
         query_len = runner.decode_query_len
+        if not batch["uniform_decode"]:
+            continue
         shapes.append((query_len, batch["num_tokens"] // query_len, widths[-1]))
         assert batch["context_len"] + query_len <= runner.max_model_len
     assert runner.decode_query_len == GAMMA + 1, "given back"
@@ -59,6 +67,62 @@ def test_every_width_is_timed_up_to_the_largest_batch(varlen: str) -> None:
         assert {1, MAX_REQS} <= counts
     full = {requests for query, requests, _ in shapes if query == GAMMA + 1}
     assert full == set(COUNTS)
+
+
+def without_graph(**changes: int) -> tuple[list[int], StartupProfile]:
+    """Totals that are timed past the graphs, each as often as it is."""
+    startup, runner, _ = profiled("reaching the largest batch")
+    vars(runner).update(changes)
+    totals = []
+    for batch in startup.batches():
+        if not batch["uniform_decode"]:
+            assert runner.decode_query_len == GAMMA + 1
+            queries = -(-batch["num_tokens"] // runner.max_num_reqs)
+            assert batch["context_len"] + queries <= runner.max_model_len
+            totals.append(batch["num_tokens"])
+    return totals, startup
+
+
+def test_totals_past_the_graphs_are_timed_up_to_the_largest_batch() -> None:
+    captured = (GAMMA + 1) * COUNTS[-1]
+    totals, _ = without_graph()
+    assert sorted(set(totals)) == [768, 1024, 2048, 2944]
+    assert all(totals.count(total) == LONG_REPLAYS for total in totals)
+    assert min(totals) > captured
+    # One request more than half of the graph would fall back into it.
+    many, _ = without_graph(max_num_reqs=1000)
+    assert min(many) > captured
+    assert without_graph(max_num_tokens=captured)[0] == []
+    assert set(without_graph(max_num_tokens=captured + 100)[0]) == {576}
+
+
+def test_a_total_past_the_graphs_costs_what_it_was_timed_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last two graphs cost the same here; from them, twice the tokens would be free."""
+    monkeypatch.setattr(StartupProfile, "_logit_row_ms", lambda self: 0.0)
+    startup, _, _ = profiled("reaching the largest batch")
+
+    def forward_ms(tokens: int, has_graph: bool) -> float:
+        return 5.0 + 0.02 * min(tokens, 384) if has_graph else 7.0 + 0.02 * tokens
+
+    samples = [
+        SimpleNamespace(
+            num_target_tokens=batch["num_tokens"],
+            num_reqs=8,
+            forward_ms=forward_ms(batch["num_tokens"], batch["uniform_decode"]),
+            drafter_ms=1.0,
+            full_cudagraph=batch["uniform_decode"],
+        )
+        for batch in startup.batches()
+    ]
+    cost = startup.fit(samples)
+    assert cost is not None
+    for mode in (ExecMode.FULL, ExecMode.PIECEWISE, ExecMode.EAGER):
+        got = cost.step_ms(np.array([256, 512, 1024, 2000, 4000]), 8, 0, 0, mode)
+        wanted = [forward_ms(256, True), forward_ms(512, True)]
+        wanted += [forward_ms(tokens, False) for tokens in (1024, 2000, 4000)]
+        assert got == pytest.approx(wanted, rel=0.01)
 
 
 def test_narrow_blocks_ride_along_with_varlen_batches_that_leave_their_graphs_room() -> None:

@@ -304,6 +304,8 @@ def test_systems_differ_in_speculation_and_plugin_options_only(tmp_path: Path) -
     assert every["fixed3"]["speculative_config"]["draft_sample_method"] == "greedy"
     sampled = engine_arguments(parse_system("fixed3"), tmp_path, "t0.8", options)
     assert sampled["speculative_config"]["draft_sample_method"] == "probabilistic"
+    own = engine_arguments(parse_system("fixed3"), tmp_path, "greedy", EngineOptions(()))
+    assert "compilation_config" not in own
     more = EngineOptions(speculative={"quantization": "fp8"})
     for name in ("fixed3", "plugin"):
         rounded = engine_arguments(parse_system(name), tmp_path, "greedy", more)

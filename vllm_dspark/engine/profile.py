@@ -8,6 +8,9 @@ slot of its graph, and each of them reads its context: a varlen graph of 256 tok
 256 requests, where a served batch may hold 32. So the cost of a context token is told apart from
 the cost of the graph, by timing the varlen graphs with a short context too. LM head and rejection
 sampling run outside the timed forward, so a cost per logit row is timed on its own.
+
+Totals past the largest graph run without one, up to the largest batch. They are timed too: the last
+two graphs lie close together, and their difference says next to nothing of what comes after them.
 """
 
 from __future__ import annotations
@@ -56,10 +59,15 @@ class _Shape:
     requests: int
     draft_width: int
     context_len: int = CONTEXT_TOKENS
+    has_graph: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.query_len * self.requests
 
     @property
     def replays(self) -> int:
-        return LONG_REPLAYS if self.query_len * self.requests > LONG_TOKENS else REPLAYS
+        return LONG_REPLAYS if self.tokens > LONG_TOKENS else REPLAYS
 
 
 class StartupProfile:
@@ -91,14 +99,14 @@ class StartupProfile:
         runner, usual = self._runner, self._runner.decode_query_len
         try:
             for shape in self._shapes():
-                runner.decode_query_len = shape.query_len
+                runner.decode_query_len = shape.query_len if shape.has_graph else usual
                 self._set_width(shape.draft_width)
                 for _ in range(shape.replays):
                     self._timed.append(shape)
                     begin = time.perf_counter()
                     yield {
-                        "num_tokens": shape.query_len * shape.requests,
-                        "uniform_decode": True,
+                        "num_tokens": shape.tokens,
+                        "uniform_decode": shape.has_graph,
                         "context_len": self._context_len(shape),
                     }
                     spent = time.perf_counter() - begin
@@ -138,6 +146,22 @@ class StartupProfile:
                 yield shape
                 if price_tiers and tokens in few:
                     yield replace(shape, context_len=_SHORT_CONTEXT)
+        yield from self._shapes_without_graph()
+
+    def _shapes_without_graph(self) -> Iterator[_Shape]:
+        """Batches past the largest graph, up to the largest there may be."""
+        most_tokens = self._runner.max_num_tokens
+        ladders = (*self._core.ladders.values(), *self._core.width_ladders.values())
+        captured = max(ladder.limit for ladder in ladders)
+        totals, total = {captured * 3 // 2}, captured
+        while 0 < total < most_tokens:
+            total = min(2 * total, most_tokens)
+            totals.add(total)
+        # At most so many that whole queries do not fall back below the largest graph.
+        requests = max(min(self._runner.max_num_reqs, captured // 2), 1)
+        for total in sorted(t for t in totals if captured < t <= most_tokens):
+            width = self._widths[0]
+            yield _Shape(total // requests, requests, width, _SHORT_CONTEXT, has_graph=False)
 
     def _rider(self, query_len: int) -> int:
         """Width that is timed along with a target forward: its graph has room for the context."""
@@ -159,7 +183,7 @@ class StartupProfile:
                 requests=same[0].num_reqs,
                 verify_ms=min(sample.forward_ms for sample in same),
                 context_tokens=same[0].num_reqs * self._context_len(shape),
-                mode=ExecMode.FULL if same[0].full_cudagraph else ExecMode.EAGER,
+                mode=_mode(shape, same[0]),
             )
             for shape, same in timed.items()
         ]
@@ -199,6 +223,14 @@ class StartupProfile:
             end.synchronize()
             times_ms.append(start.elapsed_time(end))
         return min(times_ms[1:])
+
+
+def _mode(shape: _Shape, sample: Any) -> ExecMode:
+    """Whose cost it is: a total past the graphs costs the same in every mode, and one curve holds
+    both. A captured total that ran without its graph says nothing of those that do.
+    """
+    expected = sample.full_cudagraph or not shape.has_graph
+    return ExecMode.FULL if expected else ExecMode.EAGER
 
 
 def _draft_curves(timed: dict[_Shape, list[Any]], counts: set[int]) -> dict[int, Curve]:
