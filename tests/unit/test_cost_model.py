@@ -110,7 +110,13 @@ def test_a_mode_that_was_not_measured_reads_the_next_slower_one():
 
 def test_cells_name_the_point_that_prices_a_size():
     curve = staircase()
-    assert [curve.cell_of(s) for s in (3, 4, 5, 16, 17, 32, 40)] == [4, 4, 8, 16, None, 32, None]
+    assert [curve.cell_of(s) for s in (3, 4, 5, 16, 17, 32, 40)] == [4, 4, 8, 16, 32, 32, 32]
+    # Past the limit the nearest of several; never a point with a graph, however near.
+    tail = Curve(np.array([16, 24, 48, 96]), np.array([1.0, 2.0, 3.0, 4.0]), limit=16)
+    assert [tail.cell_of(s) for s in (12, 17, 35, 37, 80, 500)] == [16, 24, 24, 48, 96, 96]
+    assert Curve(np.array([16]), np.array([1.0])).cell_of(17) is None
+    linear = Curve(np.array([8, 16]), np.array([1.0, 2.0]), rule=CurveRule.LINEAR)
+    assert [linear.cell_of(s) for s in (8, 9, 17)] == [8, None, None]
 
 
 @pytest.mark.parametrize(

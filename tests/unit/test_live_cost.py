@@ -38,6 +38,18 @@ def test_nothing_changes_before_a_version_is_adopted():
     assert live.model.request_ms == 0.5
 
 
+def test_steps_past_the_graphs_correct_the_costs_past_the_graphs():
+    curve = Curve(np.array([8, 16, 32, 64]), np.array([2.0, 4.0, 9.0, 17.0]), limit=16)
+    live = LiveCost(CostModel({FULL: curve}, request_ms=0.5))
+    observe(live, 30, 1.5, 40)
+    observe(live, 70, 1.2, 40)
+    assert live.adopt(*live.payload())
+    corrected = live.model.verify_curve(FULL)
+    assert corrected.at(32) == pytest.approx(9.0 * 1.5)
+    assert corrected.at(64) == pytest.approx(17.0 * 1.2)
+    assert (corrected.at(8), corrected.at(16)) == (2.0, 4.0)
+
+
 def test_only_newer_versions_are_adopted():
     live = make_live()
     assert live.adopt(3, {("full", 8): 1.5})

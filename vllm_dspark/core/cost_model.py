@@ -144,10 +144,15 @@ class Curve:
         return replace(self, ms=self.ms * ratio)
 
     def cell_of(self, size: int) -> int | None:
-        """The measured size that alone decides the cost of `size`; None between two points."""
+        """The measured size that a step of `size` tells most about: the one that alone decides its
+        cost, or the nearest one above the limit. None between two points below it.
+        """
         if size in self.sizes:
             return size
-        if self.rule is CurveRule.NEXT and (self.limit is None or size <= self.limit):
+        if self.limit is not None and size > self.limit:
+            distances = np.abs(self._above_sizes - size)
+            return int(self._above_sizes[distances.argmin()]) if len(distances) else None
+        if self.rule is CurveRule.NEXT:
             index = int(np.searchsorted(self.sizes[: self._below], size))
             return int(self.sizes[index]) if index < self._below else None
         return None

@@ -27,7 +27,7 @@ import torch
 from vllm_dspark.core.cost_fit import StepSample, fit_cost_model
 from vllm_dspark.core.cost_model import CostModel, Curve
 from vllm_dspark.core.planner import Planner
-from vllm_dspark.core.tiers import ExecMode
+from vllm_dspark.core.tiers import ExecMode, TierLadder
 from vllm_dspark.engine.graphs import thin
 
 logger = logging.getLogger("vllm.dspark")
@@ -188,8 +188,9 @@ class StartupProfile:
             for shape, same in timed.items()
         ]
         # One cell per measured total: families share totals, and what they read differs.
+        captured = TierLadder({shape.tokens for shape in timed if shape.has_graph})
         return replace(
-            fit_cost_model(steps, {}, self._widths[-1]),
+            fit_cost_model(steps, {ExecMode.FULL: captured}, self._widths[-1]),
             draft_width=self._widths[-1],
             draft_widths=_draft_curves(timed, self._drafted_counts()),
             logit_row_ms=self._logit_row_ms(),
