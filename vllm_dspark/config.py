@@ -90,7 +90,8 @@ class DSparkConfig(BaseModel):
     mixed_graphs: Literal["auto", "piecewise", "full"] = Field(
         "auto",
         description="Graphs for steps that mix prefill and decode: full ones where the attention "
-        "backends replay any batch, or the host's piecewise ones.",
+        "backends replay any batch and no KV connector is configured, or the host's piecewise "
+        "ones.",
     )
     min_gain: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.02, description="Predicted gain in tokens per second that a trimmed step must promise."

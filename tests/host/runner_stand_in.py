@@ -74,6 +74,7 @@ def configuration(
     full_graphs: bool = False,
     lora: bool = False,
     capture_sizes: Sequence[int] = (1, 2, 4, 8),
+    kv_connector: bool = False,
     **dspark: Any,
 ) -> SimpleNamespace:
     """As much of a host configuration as is read; `dspark` are the plugin's options."""
@@ -97,6 +98,7 @@ def configuration(
             hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=8, model_type="qwen3"),
         ),
         lora_config=object() if lora else None,
+        kv_transfer_config=object() if kv_connector else None,
         scheduler_config=SimpleNamespace(async_scheduling=True),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,

@@ -340,6 +340,55 @@ def test_a_backend_that_refuses_leaves_lengths_to_the_host(
     assert "FLASHY" in opened.resolved.why
 
 
+def attention(support: str) -> SimpleNamespace:
+    """An attention group of the target whose backend can replay that much."""
+    builder = SimpleNamespace(
+        get_cudagraph_support=lambda config, spec: SimpleNamespace(name=support)
+    )
+    return SimpleNamespace(
+        layer_names={"layer"},
+        kv_cache_spec=None,
+        backend=SimpleNamespace(get_name=lambda: "FLASHY"),
+        get_metadata_builder=lambda number: builder,
+    )
+
+
+MIXED_GRAPHS = {
+    "": {},
+    "keeps the host's graphs": {"verify": "static", "metrics": True},
+    "cudagraph_mode NONE has no full graphs": {"full_graphs": False},
+    "a KV connector may act between the layers": {"kv_connector": True},
+    "FLASHY attention replays no mixed batch": {"support": "UNIFORM_BATCH"},
+}
+"""Options by why steps with a prefill get no full graphs."""
+
+
+@pytest.mark.parametrize("why", MIXED_GRAPHS)
+def test_steps_with_a_prefill_get_full_graphs_where_nothing_forbids_them(
+    runner: ModuleType, host: Recorder, cuda_stand_ins: None, one_rank: None, why: str
+) -> None:
+    install.bind(runner)
+    options = {"full_graphs": True, "support": "ALWAYS", **MIXED_GRAPHS[why]}
+    attended = {"attn_groups": [[attention(options.pop("support"))]]}
+    attended["target_layer_names"] = {"layer"}
+    config = configuration(**options)
+    opened = take_over(runner, host, config)
+    create_manager(runner, config, **attended)
+    assert opened.mixed_full_graphs is (why == "")
+    config = configuration(**options, mixed_graphs="piecewise")
+    opened = take_over(runner, host, config)
+    create_manager(runner, config, **attended)
+    assert not opened.mixed_full_graphs
+    config = configuration(**options, mixed_graphs="full")
+    opened = take_over(runner, host, config)
+    if not why:
+        create_manager(runner, config, **attended)
+        assert opened.mixed_full_graphs
+        return
+    with pytest.raises(ConfigError, match=f"mixed_graphs = 'full' cannot run: .*{why}"):
+        create_manager(runner, config, **attended)
+
+
 @pytest.mark.parametrize("lens", ["device", "uniform"])
 def test_capture_sizes_that_hold_no_block_are_refused(
     runner: ModuleType, host: Recorder, lens: str

@@ -189,6 +189,12 @@ def _unable_to_mix(session: Session, kwargs: dict[str, Any]) -> str:
     if session.mode is VerifyMode.STATIC:
         return "a server that verifies every draft keeps the host's graphs"
     vllm_config, checked = kwargs["vllm_config"], kwargs.get("target_layer_names")
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if not graphs.has_full_cudagraphs():
+        return f"cudagraph_mode {graphs.name} has no full graphs"
+    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+        # Some connectors load and save layer by layer, from code that a full graph does not run.
+        return "a KV connector may act between the layers of a step with a prefill"
     for group in itertools.chain.from_iterable(kwargs["attn_groups"]):
         if checked is not None and checked.isdisjoint(group.layer_names):
             continue
