@@ -101,6 +101,20 @@ CASES = {
         # Neither a capture nor a warm-up of the host compiles the kernels.
         llm={"enforce_eager": True},
     ),
+    # As KV connectors ask for that act between layers: no step replays a full graph.
+    "host, overlap, piecewise graphs": Case(
+        {**VERIFY_MODES["host"], "draft_width": GAMMA},
+        "host",
+        pins=(1.0, None, 0),
+        path="kernel",
+        same_drafts=False,
+        llm={
+            "compilation_config": {
+                **ON_GPU.options["compilation_config"],
+                "cudagraph_mode": "PIECEWISE",
+            }
+        },
+    ),
     "Triton attention, overlap": _backend("device", {"backend": "TRITON_ATTN"}),
     # Its full graphs take one length for all requests.
     "FlashAttention 2, overlap": _backend("uniform", {"flash_attn_version": 2}),
