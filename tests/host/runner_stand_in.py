@@ -75,6 +75,8 @@ def configuration(
     lora: bool = False,
     capture_sizes: Sequence[int] = (1, 2, 4, 8),
     kv_connector: bool = False,
+    data_parallel_size: int = 1,
+    reports: str = "",
     **dspark: Any,
 ) -> SimpleNamespace:
     """As much of a host configuration as is read; `dspark` are the plugin's options."""
@@ -92,7 +94,11 @@ def configuration(
             ),
             cudagraph_capture_sizes=list(capture_sizes),
         ),
+        aux_output_config=SimpleNamespace(
+            enable_return_routed_experts=reports == "enable_return_routed_experts"
+        ),
         model_config=SimpleNamespace(
+            return_sampling_mask=reports == "return_sampling_mask",
             model="target",
             dtype="torch.bfloat16",
             hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=8, model_type="qwen3"),
@@ -102,7 +108,7 @@ def configuration(
         scheduler_config=SimpleNamespace(async_scheduling=True),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
-            data_parallel_size=1,
+            data_parallel_size=data_parallel_size,
             data_parallel_index=0,
             tensor_parallel_size=1,
         ),

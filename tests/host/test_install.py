@@ -323,6 +323,35 @@ def test_the_planner_takes_the_managers_place(
     assert asked == ([True, False] if mode is VerifyMode.DEVICE else [False])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_size": 2},
+        {"reports": "enable_return_routed_experts"},
+        {"reports": "return_sampling_mask"},
+    ],
+    ids=str,
+)
+def test_where_no_draft_may_be_left_out_the_host_is_told_of_no_trimming(
+    runner: ModuleType,
+    host: Recorder,
+    options: dict[str, Any],
+    cuda_stand_ins: None,
+    one_rank: None,
+) -> None:
+    install.bind(runner)
+    config = configuration(full_graphs=True, **options)
+    opened = take_over(runner, host, config)
+    assert not config.speculative_config.enable_adaptive_verification
+    create_manager(runner, config)
+    assert opened.mode is VerifyMode.STATIC
+    assert (options.get("reports") or "data-parallel ranks") in opened.resolved.why
+    config = configuration(full_graphs=True, verify="compact", **options)
+    take_over(runner, host, config)
+    with pytest.raises(ConfigError, match="verify = 'compact' cannot run"):
+        create_manager(runner, config)
+
+
 def test_a_backend_that_refuses_leaves_lengths_to_the_host(
     runner: ModuleType, host: Recorder, cuda_stand_ins: None, one_rank: None
 ) -> None:

@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = 24
+MODES = ("static", "cap-accept", "host", "uniform", "device")
 FIELDS = ("sampled_token_ids", "num_sampled", "num_rejected")
 
 
@@ -52,22 +55,25 @@ def _stub_sampler(batch: Any, temperature: float) -> Any:
     )
 
 
-def _verifier(batch: Any, temperature: float, folded_accept: str) -> Any:
+def _verifier(batch: Any, temperature: float, folded_accept: str, *, mode: str = "static") -> Any:
+    """As in a server whose backends may trim on the device; `mode` is what it does."""
     from batches import DEVICE, GAMMA
 
     from vllm_dspark.config import DSparkConfig
     from vllm_dspark.engine import session
+    from vllm_dspark.engine.modes import Resolved, VerifyMode
     from vllm_dspark.engine.verifier import Verifier
 
     config = type("SpeculativeConfig", (), {})()
     vars(config).update(
         num_speculative_tokens=GAMMA,
-        enable_adaptive_verification=False,
+        enable_adaptive_verification=True,
         rejection_sample_method="standard",
         fly_entropy_threshold=0.0,
         fly_entropy_top_k=0,
     )
     opened = session.open_session(config, DSparkConfig(folded_accept=folded_accept))
+    opened.resolved = Resolved(VerifyMode(mode), "chosen by the test")
     opened.writer = SimpleNamespace(paths=[])
     opened.writer.observe_accept_path = lambda *path: opened.writer.paths.append(path)
     return Verifier(_stub_sampler(batch, temperature), config, DEVICE)
@@ -81,9 +87,10 @@ def _outcomes(seed: int) -> dict[str, Any]:
     batch = draw_batch(seed, count=1 + seed % 9, vocab=40 + 977 * (seed % 12), dtype=dtype)
     batch = batch.to(DEVICE)
     found: dict[str, Any] = {}
-    for name, option in (("ours", "auto"), ("host", "off")):
+    for name, option in (("ours", "auto"), ("host", "off"), ("chunks", "off")):
         verifier = _verifier(batch, 0.0, option)
-        output = verifier(batch.logits.clone(), as_input_batch(batch))
+        with _logits_per_chunk(9 if name == "chunks" else None):
+            output = verifier(batch.logits.clone(), as_input_batch(batch))
         counts = output.num_sampled.tolist()
         tokens = output.sampled_token_ids.tolist()
         found[name] = {
@@ -96,16 +103,47 @@ def _outcomes(seed: int) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def _logits_per_chunk(rows: int | None) -> Iterator[None]:
+    """How many rows of logits the host copies to float32 at a time; None for its own answer."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler as host
+
+    usual = host.get_max_chunk_logits
+    if rows is not None:
+        host.get_max_chunk_logits = lambda vocab: rows
+    try:
+        yield
+    finally:
+        host.get_max_chunk_logits = usual
+
+
+def _adaptive(mode: str) -> list[bool]:
+    """What the host reads before, during and after its warm-up."""
+    from batches import DEVICE, draw_batch
+
+    batch = draw_batch(0, count=2, vocab=40, dtype=torch.float32).to(DEVICE)
+    verifier = _verifier(batch, 0.0, "off", mode=mode)
+    found = [verifier.enable_adaptive_verification]
+    for value in (False, True):
+        verifier.enable_adaptive_verification = value
+        found.append(verifier.enable_adaptive_verification)
+    return found
+
+
 def _main() -> None:
     if not torch.cuda.is_available():
         from vllm_dspark.cpu import interpreter
 
         assert interpreter.install()
-    print(json.dumps([_outcomes(seed) for seed in range(CASES)]))
+    found = {
+        "outcomes": [_outcomes(seed) for seed in range(CASES)],
+        "adaptive": {mode: _adaptive(mode) for mode in MODES},
+    }
+    print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
+def found() -> dict[str, Any]:
     path = os.pathsep.join(
         [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     )
@@ -120,12 +158,25 @@ def outcomes() -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture
+def outcomes(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return found["outcomes"]
+
+
 @pytest.mark.parametrize("case", range(CASES))
 def test_the_outcome_is_the_hosts(outcomes: list[dict[str, Any]], case: int) -> None:
     found = outcomes[case]
-    assert found["ours"] == found["host"]
+    assert found["ours"] == found["host"] == found["chunks"]
     assert found["host_path"] == [["host", "off"]]
     assert found["ours_path"] == [["kernel", "no_graphs"]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_lengths_of_the_device_forbid_chunks(found: dict[str, Any], mode: str) -> None:
+    """More logits than a chunk holds are an error of the host's where it takes the layout of the
+    batch for one that the device may have changed.
+    """
+    assert found["adaptive"][mode] == ([True, False, True] if mode == "device" else [False] * 3)
 
 
 def test_the_batches_are_of_every_kind(outcomes: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ SERVER_OBSTACLES = {
     "pipeline_parallel_size": (2, "pipeline stage"),
     "data_parallel_size": (2, "data-parallel ranks"),
     "batch_sharded_sampling": (True, "batch-sharded sampling"),
+    "whole_blocks": ("return_something", "return_something reports on every scheduled draft"),
 }
 
 
@@ -37,7 +38,7 @@ def mode(facts: HostFacts, **given: Any) -> VerifyMode:
 @pytest.mark.parametrize("full_graphs", [False, True])
 @pytest.mark.parametrize("device", ["", NO_DEVICE])
 def test_static_runs_everywhere(lens: str, full_graphs: bool, device: str) -> None:
-    facts = HostFacts(full_graphs, 2, 2, True, device)
+    facts = HostFacts(full_graphs, 2, 2, True, "x", device)
     resolved = resolve(options(verify="static", lens=lens), facts)
     assert resolved.mode is VerifyMode.STATIC
     assert "dspark.verify = 'static'" in resolved.why
@@ -60,7 +61,10 @@ def test_named_lens_are_taken_as_they_are(verify: str, full_graphs: bool, device
 
 
 def test_why_names_the_obstacle() -> None:
-    for facts in (HostFacts(True, device_obstacle=NO_DEVICE), HostFacts(False, 1, 1, False, "x")):
+    for facts in (
+        HostFacts(True, device_obstacle=NO_DEVICE),
+        HostFacts(False, 1, 1, False, "", "x"),
+    ):
         assert facts.device_obstacle in resolve(options(), facts).why
 
 

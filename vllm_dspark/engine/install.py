@@ -67,7 +67,7 @@ def _take_over(vllm_config: Any) -> Session | None:
         graphs=_graph_obstacle(vllm_config),
     )
     wanted = config.verify in ("auto", "compact") and config.lens in ("auto", "device")
-    if wanted and not session.device_obstacle:
+    if wanted and not (session.device_obstacle or obstacle(host_facts(vllm_config))):
         # Attention backends are chosen, and their builders made, by this flag: it says that host
         # lengths may lie. The runner reads it before we know whether they will.
         vllm_config.speculative_config.enable_adaptive_verification = True
@@ -215,9 +215,20 @@ def host_facts(vllm_config: Any, obstacle_to_device: str = "") -> HostFacts:
         data_parallel_size=parallel.data_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         batch_sharded_sampling=bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
+        whole_blocks=_reporting(vllm_config),
         device_obstacle=obstacle_to_device,
         graph_obstacle=hindrance,
     )
+
+
+def _reporting(vllm_config: Any) -> str:
+    """Options with which the host refuses to trim; it looks before we switch trimming on."""
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if getattr(outputs, "enable_return_routed_experts", False):
+        return "enable_return_routed_experts"
+    if getattr(vllm_config.model_config, "return_sampling_mask", False):
+        return "return_sampling_mask"
+    return ""
 
 
 def _graph_obstacle(vllm_config: Any) -> str:

@@ -43,6 +43,8 @@ class HostFacts:
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     batch_sharded_sampling: bool = False
+    whole_blocks: str = ""
+    """What reports on every scheduled draft, so that none may be left out; empty if nothing."""
     device_obstacle: str = ""
     """Why the device cannot fix lengths here; empty if it can."""
     graph_obstacle: str = ""
@@ -93,6 +95,8 @@ def obstacle(facts: HostFacts) -> str:
         return "data-parallel ranks pad to the largest of them, which undoes a trim"
     if facts.batch_sharded_sampling:
         return "batch-sharded sampling plans from the scheduled counts"
+    if facts.whole_blocks:
+        return f"{facts.whole_blocks} reports on every scheduled draft"
     return ""
 
 

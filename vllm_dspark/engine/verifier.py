@@ -50,6 +50,18 @@ class Verifier(RejectionSampler):
             if self._device.type == "cuda":
                 session.before_traffic.append(self._warm)
 
+    @property
+    def enable_adaptive_verification(self) -> bool:
+        """Whether logits are laid out by lengths that only the device knows, so that the host must
+        not cut them into chunks. The configuration says where that may happen, the mode where it
+        does.
+        """
+        return self._may_adapt and self._session.mode is VerifyMode.DEVICE
+
+    @enable_adaptive_verification.setter
+    def enable_adaptive_verification(self, value: bool) -> None:
+        self._may_adapt = value
+
     def _warm(self) -> None:
         """Compile acceptance for logits as the target makes them."""
         assert self._folded is not None
