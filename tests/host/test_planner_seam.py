@@ -162,8 +162,10 @@ class Runner:
         assert (starts.numpy()[len(req_ids) :] == num_tokens).all()
         assert counts.dtype == all_tokens.dtype
         assert logits_np.dtype == logits.numpy().dtype == np.int32
-        if decision.host_lens is not None:
-            assert np.array_equal(logits_np, logits.numpy())
+        # What the host lays out chunks of logits by is exact, or it knows that it is not.
+        exact = np.array_equal(logits_np, logits.numpy())
+        assert exact or self.planner.runs_device_lens
+        assert self.planner.runs_device_lens is (decision.host_lens is None)
         window = self.planner.take_window(req_ids)
         if running or decision.plan.verified_drafts:
             num_sampled = np.array([committed(int(n)) for n in lens])
@@ -545,6 +547,15 @@ def test_every_step_enters_every_sync_even_if_it_has_nothing_to_decide(mode: Ver
 def test_device_lengths_stay_within_one_chunk_of_logits() -> None:
     runner = started(VerifyMode.DEVICE, max_total_logits=3 * BONUS + 5)
     assert runner.step(drafts_of(runner)).lens.sum() == 5
+    assert not runner.planner.runs_device_lens, "a sampler without a plan is told nothing"
+
+
+def test_requests_that_fill_a_chunk_by_themselves_verify_nothing() -> None:
+    """More requests than a chunk has rows: the host cuts them, so lengths must be its own."""
+    runner = started(VerifyMode.DEVICE, max_total_logits=2 * BONUS)
+    outcome = runner.step(drafts_of(runner))
+    assert outcome.lens.tolist() == [0, 0, 0]
+    assert outcome.decision.host_lens is not None
 
 
 def test_regimes_of_the_requests_reach_policy_and_observers() -> None:

@@ -22,7 +22,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = 24
-MODES = ("static", "cap-accept", "host", "uniform", "device")
 FIELDS = ("sampled_token_ids", "num_sampled", "num_rejected")
 
 
@@ -55,13 +54,12 @@ def _stub_sampler(batch: Any, temperature: float) -> Any:
     )
 
 
-def _verifier(batch: Any, temperature: float, folded_accept: str, *, mode: str = "static") -> Any:
-    """As in a server whose backends may trim on the device; `mode` is what it does."""
+def _verifier(batch: Any, temperature: float, folded_accept: str) -> Any:
+    """As in a server that may trim on the device."""
     from batches import DEVICE, GAMMA
 
     from vllm_dspark.config import DSparkConfig
     from vllm_dspark.engine import session
-    from vllm_dspark.engine.modes import Resolved, VerifyMode
     from vllm_dspark.engine.verifier import Verifier
 
     config = type("SpeculativeConfig", (), {})()
@@ -73,7 +71,6 @@ def _verifier(batch: Any, temperature: float, folded_accept: str, *, mode: str =
         fly_entropy_top_k=0,
     )
     opened = session.open_session(config, DSparkConfig(folded_accept=folded_accept))
-    opened.resolved = Resolved(VerifyMode(mode), "chosen by the test")
     opened.writer = SimpleNamespace(paths=[])
     opened.writer.observe_accept_path = lambda *path: opened.writer.paths.append(path)
     return Verifier(_stub_sampler(batch, temperature), config, DEVICE)
@@ -117,12 +114,20 @@ def _logits_per_chunk(rows: int | None) -> Iterator[None]:
         host.get_max_chunk_logits = usual
 
 
-def _adaptive(mode: str) -> list[bool]:
+class _Planner:
+    """As much of a planner as the property reads."""
+
+    def __init__(self, device_lens: bool) -> None:
+        self.runs_device_lens = device_lens
+
+
+def _forbids_chunks(planner: _Planner | None) -> list[bool]:
     """What the host reads before, during and after its warm-up."""
     from batches import DEVICE, draw_batch
 
     batch = draw_batch(0, count=2, vocab=40, dtype=torch.float32).to(DEVICE)
-    verifier = _verifier(batch, 0.0, "off", mode=mode)
+    verifier = _verifier(batch, 0.0, "off")
+    verifier._session.attach_planner(planner)
     found = [verifier.enable_adaptive_verification]
     for value in (False, True):
         verifier.enable_adaptive_verification = value
@@ -137,7 +142,9 @@ def _main() -> None:
         assert interpreter.install()
     found = {
         "outcomes": [_outcomes(seed) for seed in range(CASES)],
-        "adaptive": {mode: _adaptive(mode) for mode in MODES},
+        "forbids_chunks": [
+            _forbids_chunks(planner) for planner in (None, _Planner(False), _Planner(True))
+        ],
     }
     print(json.dumps(found))
 
@@ -171,12 +178,13 @@ def test_the_outcome_is_the_hosts(outcomes: list[dict[str, Any]], case: int) -> 
     assert found["ours_path"] == [["kernel", "no_graphs"]]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_only_lengths_of_the_device_forbid_chunks(found: dict[str, Any], mode: str) -> None:
+def test_only_steps_with_lengths_of_the_device_forbid_chunks(found: dict[str, Any]) -> None:
     """More logits than a chunk holds are an error of the host's where it takes the layout of the
     batch for one that the device may have changed.
     """
-    assert found["adaptive"][mode] == ([True, False, True] if mode == "device" else [False] * 3)
+    no_plan, host_lens, device_lens = found["forbids_chunks"]
+    assert no_plan == host_lens == [False] * 3
+    assert device_lens == [True, False, True]
 
 
 def test_the_batches_are_of_every_kind(outcomes: list[dict[str, Any]]) -> None:

@@ -393,6 +393,11 @@ class StepPlanner:
     ) -> torch.Tensor | None:
         return self._agreement.split(lens, self._states.draft_tokens, idx_mapping)
 
+    @property
+    def runs_device_lens(self) -> bool:
+        """The running step has lengths that only the device knows."""
+        return self._running is not None and self._running.host_lens is None
+
     def make_exact(self, input_batch: Any) -> None:
         """Put the lengths that run where the host left what was scheduled.
 

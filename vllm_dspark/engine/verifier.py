@@ -53,10 +53,11 @@ class Verifier(RejectionSampler):
     @property
     def enable_adaptive_verification(self) -> bool:
         """Whether logits are laid out by lengths that only the device knows, so that the host must
-        not cut them into chunks. The configuration says where that may happen, the mode where it
-        does.
+        not cut them into chunks. The configuration says whether that may happen, the running step
+        whether it does.
         """
-        return self._may_adapt and self._session.mode is VerifyMode.DEVICE
+        planner = self._session.planner
+        return self._may_adapt and planner is not None and planner.runs_device_lens
 
     @enable_adaptive_verification.setter
     def enable_adaptive_verification(self, value: bool) -> None:
