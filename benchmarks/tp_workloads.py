@@ -123,8 +123,12 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def build(name: str, prompts: Sequence[str], count: int, tokens: int) -> list[Request]:
-    """`count` requests of a workload; prompts come again where there are fewer."""
-    return WORKLOADS[name](list(islice(cycle(prompts), count)), tokens)
+    """`count` requests of a workload; prompts come again where there are fewer.
+
+    They are the first ones of any larger count, so that answers can be compared.
+    """
+    most = max(count, len(prompts))
+    return WORKLOADS[name](list(islice(cycle(prompts), most)), tokens)[:count]
 
 
 def send(
@@ -176,7 +180,13 @@ def other_tokens(
     """Greedy answers whose tokens differ, by whether the first difference is a near tie.
 
     Answers that failed on either side are not compared; others count them.
+
+    Raises:
+        ValueError: answers to different prompts.
     """
+    for one, other in zip(expected, got, strict=True):
+        if one.outcome == other.outcome == "ok" and one.prompt_ids != other.prompt_ids:
+            raise ValueError(f"different prompts: {one.prompt_ids[:8]}…, {other.prompt_ids[:8]}…")
     pairs = [
         [Greedy(list(answer.prompt_ids), list(answer.token_ids)) for answer in (one, other)]
         for one, other in zip(expected, got, strict=True)

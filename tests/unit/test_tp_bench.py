@@ -46,6 +46,14 @@ class TestWorkloads:
         assert all(1 <= request.tokens <= 64 for request in requests)
         assert any(request.prompt for request in requests)
 
+    @pytest.mark.parametrize("name", tp_workloads.WORKLOADS)
+    def test_requests_do_not_depend_on_how_many_there_are(self, name: str) -> None:
+        """Small batches are compared with a large one."""
+        prompts = [f"prompt {i} " + "x" * 60 for i in range(100)]
+        most = tp_workloads.build(name, prompts, 128, 64)
+        for count in (1, 4, 64, 96, 100):
+            assert tp_workloads.build(name, prompts, count, 64) == most[:count]
+
     def test_ten_workloads_differ(self) -> None:
         built = [tp_workloads.build(name, PROMPTS, 9, 64) for name in tp_workloads.WORKLOADS]
         assert len(built) == 10
@@ -61,6 +69,11 @@ class TestWorkloads:
 
 
 class TestComparedAnswers:
+    def test_answers_to_different_prompts_are_no_comparison(self) -> None:
+        one, other = (Answer("ok", token_ids=(5,), prompt_ids=ids) for ids in ((1, 2), (1, 3)))
+        with pytest.raises(ValueError, match="different prompts"):
+            tp_workloads.other_tokens(None, [one], [other])
+
     def test_near_ties_are_told_from_wrong_tokens(self) -> None:
         """And answers that failed are left to those who count failures."""
 
