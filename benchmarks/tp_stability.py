@@ -198,13 +198,12 @@ def run_server(soak: Soak, group: Sequence[Cell], deadline_s: float) -> list[dic
     return rows
 
 
-def write_reference(soak: Soak) -> None:
+def write_reference(soak: Soak, running: Server) -> None:
     """Answers of a server that nobody disturbs."""
     largest = max(soak.batch_sizes)
-    with soak.servers.plugin(soak.options("inputs")) as (running, _):
-        for name in soak.workloads:
-            requests = soak.requests(name, largest)
-            soak.reference[name] = send(running.url, demo.SERVED_NAME, requests, largest)
+    for name in soak.workloads:
+        requests = soak.requests(name, largest)
+        soak.reference[name] = send(running.url, demo.SERVED_NAME, requests, largest)
 
 
 def price(
@@ -316,10 +315,12 @@ def main() -> int:
             options.workloads,
             options.consensus,
         )
-        write_reference(soak)
         prices: dict[str, Any] = {}
         for name in options.protocols:
             with servers.plugin(soak.options(name), alternate=WINDOW_STEPS) as served:
+                if not soak.reference:
+                    # Syncing twice changes no value, and a server more takes minutes on a GPU.
+                    write_reference(soak, served[0])
                 prices[name] = price(*served, prompts, 48, largest, options.price_rounds)
         print(json.dumps(prices), flush=True)
         cells = soak.cells(options.restarts)
