@@ -177,4 +177,6 @@ def test_times_become_curves_by_tokens_and_by_width(monkeypatch: pytest.MonkeyPa
     served = cost.step_ms(np.array([128, 256]), 16, 16 * 300)
     rows = 2e-4 * 16 * 300
     assert served == pytest.approx([graph_ms(128) + rows, graph_ms(256) + rows], rel=0.01)
+    # 320 tokens were not timed, 256 and 384 were.
+    assert cost.step_ms(np.array([320]), 16, 0)[0] == pytest.approx(graph_ms(320), rel=0.01)
     assert startup.fit(samples) is None, "the shapes are used up"

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from vllm_dspark.core.cost_fit import StepSample, fit_cost_model
-from vllm_dspark.core.cost_model import CostModel, Curve
+from vllm_dspark.core.cost_model import CostModel, Curve, CurveRule
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.tiers import ExecMode, TierLadder
 from vllm_dspark.engine.graphs import thin
@@ -189,8 +189,12 @@ class StartupProfile:
         ]
         # One cell per measured total: families share totals, and what they read differs.
         captured = TierLadder({shape.tokens for shape in timed if shape.has_graph})
+        fitted = fit_cost_model(steps, {ExecMode.FULL: captured}, self._widths[-1])
+        # A graph that was not timed itself costs something between its neighbours.
+        between = {mode: replace(c, rule=CurveRule.LINEAR) for mode, c in fitted.verify.items()}
         return replace(
-            fit_cost_model(steps, {ExecMode.FULL: captured}, self._widths[-1]),
+            fitted,
+            verify=between,
             draft_width=self._widths[-1],
             draft_widths=_draft_curves(timed, self._drafted_counts()),
             logit_row_ms=self._logit_row_ms(),
