@@ -4,14 +4,13 @@
     python benchmarks/h200_correctness.py [--out FILE] [--gpus N [N ...]] [pytest arguments]
 
 Runs `pytest tests/kernels tests/e2e -m gpu` in parts, side by side on one GPU or shared out among
-several (every engine still has one), and leaves a JSON
-file with what they found: `passed`, `failed`, `skipped`, `jit_events_in_traffic` (kernels compiled
-while requests ran, the host's own included), `modes` (accepted length, continuations that differ
-from the target's and by how much, steps by what accepted them), `acceptance_spread` of the modes,
-`native` (the same of vLLM's own DSpark), `failures`, and the machine, versions, commit and commands
-of the run. Each part's own file is written after every test, so that a run which is cut short keeps
-what it had. The exit status is zero if every part ran to its end, nothing failed and all modes
-accept alike.
+several (every engine still has one), and leaves a JSON file with what they found: `passed`,
+`failed`, `skipped`, `jit_events_in_traffic` (kernels compiled while requests ran, the host's own
+included), `modes` (accepted length, continuations that differ from the target's and by how much,
+steps by what accepted them), `acceptance_spread` of the modes, `native` (the same of vLLM's own
+DSpark), `failures`, and the machine, versions, commit and commands of the run. Each part's own file
+is written after every test, so that a run which is cut short keeps what it had. The exit status is
+zero if every part ran to its end, nothing failed and all modes accept alike.
 """
 
 from __future__ import annotations

@@ -366,12 +366,14 @@ def _profile(options: argparse.Namespace) -> int:
     with phase(options.phases, Phase.START, options.phase_limit_s):
         start = _open(options, system, sampling, f"profile-{sampling}-{system.name}", str(traces))
         start.child.wait_ready(options.limit_s)
-    with phase(options.phases, Phase.MEASURE, options.phase_limit_s):
-        start.child.order(options.sweep_limit_s)
-        for trace in (False, True):
-            for concurrency in options.profile:
-                start.child.order(options.sweep_limit_s, concurrency=concurrency, trace=trace)
-    start.close(options.limit_s)
+    try:
+        with phase(options.phases, Phase.MEASURE, options.phase_limit_s):
+            start.child.order(options.sweep_limit_s)
+            for trace in (False, True):
+                for concurrency in options.profile:
+                    start.child.order(options.sweep_limit_s, concurrency=concurrency, trace=trace)
+    finally:
+        start.close(options.limit_s)
     found = sorted(traces.glob("*.json*"), key=lambda path: path.stat().st_mtime)
     if start.failure or len(found) != len(options.profile):
         print(start.failure or f"{len(found)} traces in {traces}, not {len(options.profile)}")

@@ -184,13 +184,17 @@ def other_tokens(
     Raises:
         ValueError: answers to different prompts.
     """
-    for one, other in zip(expected, got, strict=True):
-        if one.outcome == other.outcome == "ok" and one.prompt_ids != other.prompt_ids:
-            raise ValueError(f"different prompts: {one.prompt_ids[:8]}…, {other.prompt_ids[:8]}…")
-    pairs = [
-        [Greedy(list(answer.prompt_ids), list(answer.token_ids)) for answer in (one, other)]
+    answered = [
+        (one, other)
         for one, other in zip(expected, got, strict=True)
         if one.outcome == other.outcome == "ok"
+    ]
+    for one, other in answered:
+        if one.prompt_ids != other.prompt_ids:
+            raise ValueError(f"different prompts: {one.prompt_ids[:8]}…, {other.prompt_ids[:8]}…")
+    pairs = [
+        [Greedy(list(answer.prompt_ids), list(answer.token_ids)) for answer in both]
+        for both in answered
     ]
     differences = client.differences(*zip(*pairs, strict=True)) if pairs else []
     near = sum(difference.near_tie for difference in differences)

@@ -52,7 +52,7 @@ class Disturbed:
     world: int = WORLD
     collectives: str = ""
     """See `engine_faults.COLLECTIVES`."""
-    _read: dict[Path, int] = field(default_factory=dict, init=False)
+    _read: Counter[Path] = field(default_factory=Counter, init=False)
     """Bytes of each trace that were read."""
     _steps: list[dict[int, dict[str, Any]]] = field(init=False)
 
@@ -107,12 +107,12 @@ class Disturbed:
 
     def _new_lines(self, file: Path) -> Iterator[dict[str, Any]]:
         with file.open("rb") as lines:
-            lines.seek(self._read.get(file, 0))
+            lines.seek(self._read[file])
             for line in lines:
                 # The last line may be incomplete, for now or because its server was killed.
                 if not line.endswith(b"\n"):
                     return
-                self._read[file] = self._read.get(file, 0) + len(line)
+                self._read[file] += len(line)
                 yield json.loads(line)
 
     def pids(self) -> dict[int, int]:

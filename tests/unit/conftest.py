@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the policy tests, and the strength of the property tests."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from vllm_dspark.core.trace import Trace, parse_trace
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 # Derandomised, so that a failure in CI is a failure everywhere. Every property test runs
 # `oracles.CASES` cases per example: 4,000 cases in all, without the generator's cost for each.

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine reports after a measurement, without an engine."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from serving_load import Step, Window, client_metrics, engine_metrics  # noqa: E402
+from serving_load import Step, Window, client_metrics, engine_metrics
 
 
 def measured(concurrency: int, tok_s: float) -> dict[str, Any]:

@@ -6,12 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import h200_correctness as suite
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import h200_correctness as suite  # noqa: E402
 
 
 def part(**found: Any) -> dict[str, Any]:

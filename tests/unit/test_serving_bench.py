@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import serving  # noqa: E402
-import serving_children  # noqa: E402
-import serving_plot  # noqa: E402
-import serving_results as results  # noqa: E402
-from serving_children import Child  # noqa: E402
-from serving_engine import plugin_metrics, step_of, verified  # noqa: E402
-from serving_load import (  # noqa: E402
+import serving
+import serving_children
+import serving_plot
+import serving_results as results
+from serving_children import Child
+from serving_engine import plugin_metrics, step_of, verified
+from serving_load import (
     ClosedLoop,
     Served,
     Step,
@@ -29,8 +25,8 @@ from serving_load import (  # noqa: E402
     client_metrics,
     engine_metrics,
 )
-from serving_prompts import make_prompts  # noqa: E402
-from serving_systems import (  # noqa: E402
+from serving_prompts import make_prompts
+from serving_systems import (
     SCHEDULE,
     EngineOptions,
     engine_arguments,
@@ -38,9 +34,9 @@ from serving_systems import (  # noqa: E402
     parse_system,
     prepare_pair,
 )
-from synthetic_sweeps import measured  # noqa: E402
+from synthetic_sweeps import measured
 
-from vllm_dspark.cli import provenance  # noqa: E402
+from vllm_dspark.cli import provenance
 
 
 class FakeEngine:

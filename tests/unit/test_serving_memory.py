@@ -3,16 +3,11 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from serving_memory import own_gib, used_gib  # noqa: E402
+from serving_memory import own_gib, used_gib
 
 Answer = Callable[[str], None]
 

@@ -8,12 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from serving_phases import Phase, phase
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from serving_phases import Phase, phase  # noqa: E402
-
 LIMIT_S = 30.0
 
 

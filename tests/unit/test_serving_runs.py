@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import serving  # noqa: E402
-import serving_results as results  # noqa: E402
-from serving_engine import Job  # noqa: E402
-from serving_phases import Phase, phase  # noqa: E402
-from synthetic_sweeps import measured  # noqa: E402
+import serving
+import serving_results as results
+from serving_engine import Job
+from serving_phases import Phase, phase
+from synthetic_sweeps import measured
 
 
 class FakeChild:

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces of the serving benchmark: sums of kernels, kinds of steps, parts of a step."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import serving_trace  # noqa: E402
-from serving_anatomy import parts_of  # noqa: E402
+import serving_trace
+from serving_anatomy import parts_of
 
 
 def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:

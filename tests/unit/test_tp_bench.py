@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "distributed")]
+sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 import tp_divergence  # noqa: E402
 import tp_workloads  # noqa: E402

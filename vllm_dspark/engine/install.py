@@ -66,12 +66,17 @@ def _take_over(vllm_config: Any) -> Session | None:
         speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
         graphs=_graph_obstacle(vllm_config),
     )
-    wanted = config.verify in ("auto", "compact") and config.lens in ("auto", "device")
-    if wanted and not (session.device_obstacle or obstacle(host_facts(vllm_config))):
+    wanted = _may_trim(config, vllm_config) and config.lens in ("auto", "device")
+    if wanted and not session.device_obstacle:
         # Attention backends are chosen, and their builders made, by this flag: it says that host
         # lengths may lie. The runner reads it before we know whether they will.
         vllm_config.speculative_config.enable_adaptive_verification = True
     return session
+
+
+def _may_trim(config: DSparkConfig, vllm_config: Any) -> bool:
+    """Whether fewer drafts may run than were scheduled, as far as the configuration tells."""
+    return config.verify in ("auto", "compact") and not obstacle(host_facts(vllm_config))
 
 
 def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
@@ -82,13 +87,11 @@ def _draft_widths(config: DSparkConfig, vllm_config: Any) -> tuple[int, ...]:
     """
     gamma = vllm_config.speculative_config.num_speculative_tokens
     config.check_block(gamma)
-    facts = host_facts(vllm_config)
-    trims = config.verify in ("auto", "compact") and not obstacle(facts)
-    if not trims:
+    if not _may_trim(config, vllm_config):
         return (gamma,)
     if config.draft_width != "auto":
         return (config.draft_width,)
-    if not facts.full_graphs:
+    if not host_facts(vllm_config).full_graphs:
         return (gamma,)
     # An operator who asks for drafts to be verified asks for them to be drafted.
     asked = config.budget_pin is not None or config.budget_floor > 0

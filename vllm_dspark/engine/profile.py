@@ -159,8 +159,8 @@ class StartupProfile:
             totals.add(total)
         # At most so many that whole queries do not fall back below the largest graph.
         requests = max(min(self._runner.max_num_reqs, captured // 2), 1)
+        width = self._widths[0]
         for total in sorted(t for t in totals if captured < t <= most_tokens):
-            width = self._widths[0]
             yield _Shape(total // requests, requests, width, _SHORT_CONTEXT, has_graph=False)
 
     def _rider(self, query_len: int) -> int:
