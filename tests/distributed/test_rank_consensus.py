@@ -59,6 +59,7 @@ class LaggingPeer:
         self._rows: list[torch.Tensor] = []
 
     def swap(self, mine: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.001)  # this rank could take several steps meanwhile
         rows = mine.view(-1, WIDTH)
         self._rows.extend(rows[1 : 1 + int(rows[0, 0])].clone())
         theirs = torch.zeros_like(rows)
@@ -164,7 +165,7 @@ def test_a_step_that_hangs_after_an_audit_has_ended(ranks: Launcher) -> None:
 
 
 def test_a_rank_does_not_run_ahead_of_a_peer_that_lags() -> None:
-    """The other rank answers every swap at once, but takes one step between two of them."""
+    """The other rank answers every swap, but takes one step between two of them."""
     interval, peer = 4, LaggingPeer()
     options = ConsensusOptions(interval, timeout_s=30.0)
     checker = ConsensusChecker(options, peer)
