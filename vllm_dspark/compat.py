@@ -108,9 +108,21 @@ QUANTIZED_LINEAR = (
     ),
 )
 
+FLASH_BUILD = HostSymbol(
+    "vllm.v1.attention.backends.flash_attn",
+    "FlashAttentionMetadataBuilder.build",
+    ("self", "common_prefix_len", "common_attn_metadata"),
+    "wrapped",
+    "Batches that fill the GPU are planned without splits (on the builders of a DSpark server).",
+    _PULLS + "35899",
+    "vLLM's graphs of large batches are captured without splits",
+    optional=True,
+)
+
 HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     QUANTIZED_HEAD,
     *QUANTIZED_LINEAR,
+    FLASH_BUILD,
     HostSymbol(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from stand_ins import Namespace as SimpleNamespace
+from vllm.config.attention import AttentionConfig
 
 from vllm_dspark import compat
 from vllm_dspark.engine import install, session
@@ -99,10 +100,12 @@ def configuration(
         ),
         model_config=SimpleNamespace(
             return_sampling_mask=reports == "return_sampling_mask",
+            max_model_len=1024,
             model="target",
             dtype="torch.bfloat16",
             hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=8, model_type="qwen3"),
         ),
+        attention_config=AttentionConfig(),
         lora_config=object() if lora else None,
         kv_transfer_config=object() if kv_connector else None,
         scheduler_config=SimpleNamespace(async_scheduling=True),

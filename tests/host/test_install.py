@@ -379,6 +379,7 @@ def attention(support: str) -> SimpleNamespace:
         kv_cache_spec=None,
         backend=SimpleNamespace(get_name=lambda: "FLASHY"),
         get_metadata_builder=lambda number: builder,
+        metadata_builders=[builder],
     )
 
 

@@ -148,11 +148,13 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
         if session is None:
             return original(**kwargs)
         from vllm_dspark.engine import assembly
+        from vllm_dspark.engine.attention_splits import limit_splits
 
         refusal = session.device_obstacle or _refusal(original, kwargs)
         session.resolved = resolve(session.config, host_facts(kwargs["vllm_config"], refusal))
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
         session.mixed_full_graphs = _mixed_full_graphs(session, kwargs)
+        limit_splits(kwargs["attn_groups"], kwargs["vllm_config"])
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)

@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from vllm_dspark.engine import markov_loop
+from vllm_dspark.engine.attention_splits import limit_splits
 from vllm_dspark.engine.checkpoint import CheckpointError, block_size, validate_checkpoint
 from vllm_dspark.engine.draft_graphs import DraftGraphManager
 from vllm_dspark.engine.draft_inputs import every_block
@@ -99,6 +100,7 @@ class DSparkProposer(DSparkSpeculator):
         return model
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        limit_splits(self.attn_groups, self.vllm_config)
         managers = []
         for width in self.families.widths:
             with self.families.at(width), self.families.capture_sizes():
