@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention costs a verify step, and what it would cost with small tiles; one GPU.
+
+    python benchmarks/verify_attention.py --out benchmarks/results/h200_attention.json
+
+A verify step asks few queries of each context: five of them, on four heads of one KV head, are 20
+rows, where FlashAttention 3 computes tiles of 64 to 192. Rows hold one batch: times of the host's
+kernels (FlashAttention 3 with vLLM's 32 splits and with one, and vLLM's Triton kernel), of a kernel
+whose tile is one block of drafts, for several launch options, and the time in which the keys and
+values alone could be read (`ceilings.py`). All run in CUDA graphs; medians over replays, in
+microseconds per layer.
+
+Rows are a 16-bit cache in pages, causal, no window: what the 8B shapes of `serving.py` serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from device_timing import median_ms
+
+from vllm_dspark.cli.provenance import header, save
+
+PAGE = 16
+SHAPES = {"8b, heads of 64": (64, 16, 64), "8b, heads of 128": (32, 8, 128)}
+"""Query heads, KV heads, size of a head."""
+BATCHES = tuple(itertools.product((32, 64, 128, 256), (400, 2000)))
+"""Requests and mean context."""
+PROMPTS = (0, 4)
+"""Requests that read a prompt in the same step."""
+_PROMPT = 250
+OPTIONS = (
+    (4, 64, 4, 3),
+    (8, 32, 4, 3),
+    (8, 64, 4, 2),
+    (8, 64, 4, 3),
+    (8, 64, 8, 3),
+    (8, 128, 8, 2),
+)
+"""Queries of a tile, keys of a tile, warps, stages."""
+
+
+@dataclass
+class Batch:
+    """Operands of one layer; rows of `queries` are requests one after another."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+    starts: torch.Tensor
+    """`[num_reqs + 1]` int32 first query of each request."""
+    contexts: torch.Tensor
+    """`[num_reqs]` int32 tokens of each, its queries included."""
+    pages: torch.Tensor
+    """`[num_reqs, max_pages]` int32."""
+    longest_query: int
+    longest_context: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.queries.shape[-1] ** -0.5)
+
+
+def make_batch(
+    shape: tuple[int, int, int],
+    lens: list[int],
+    contexts: list[int],
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Batch:
+    """A batch with `lens` queries at the end of `contexts` tokens, pages in random order."""
+    heads, kv_heads, size = shape
+    needed = [-(-length // PAGE) for length in contexts]
+    order = torch.randperm(sum(needed), device=device).int()
+    pages = torch.zeros(len(lens), max(needed), dtype=torch.int32, device=device)
+    for row, mine in enumerate(order.split(needed)):
+        pages[row, : len(mine)] = mine
+
+    def noise(*dims: int) -> torch.Tensor:
+        return torch.randn(*dims, device=device, dtype=torch.float32).to(dtype)
+
+    queries = noise(sum(lens), heads, size)
+    return Batch(
+        queries=queries,
+        keys=noise(sum(needed), PAGE, kv_heads, size),
+        values=noise(sum(needed), PAGE, kv_heads, size),
+        out=torch.empty_like(queries),
+        starts=torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device),
+        contexts=torch.tensor(contexts, dtype=torch.int32, device=device),
+        pages=pages,
+        longest_query=max(lens),
+        longest_context=max(contexts),
+    )
+
+
+# ------------------------------------------------------------------ small tiles
+
+
+@triton.jit
+def _block_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    starts_ptr,
+    contexts_ptr,
+    pages_ptr,
+    scale,
+    row_stride,
+    page_stride,
+    slot_stride,
+    pages_stride,
+    num_reqs,
+    PAGE: tl.constexpr,
+    RATIO: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program: `BLOCK_Q` queries of one request, all heads of one KV head. Where a request has
+    its first program depends on the queries before it, rounded up by one program for each request.
+    """
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    request, beyond = 0, num_reqs
+    while beyond - request > 1:
+        middle = (request + beyond) // 2
+        if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= program:
+            request = middle
+        else:
+            beyond = middle
+    start = tl.load(starts_ptr + request)
+    count = tl.load(starts_ptr + request + 1) - start
+    first = (program - start // BLOCK_Q - request) * BLOCK_Q
+    if first >= count:
+        return
+    context = tl.load(contexts_ptr + request)
+    rows = tl.arange(0, BLOCK_Q * RATIO)
+    query = first + rows // RATIO
+    dims = tl.arange(0, SIZE)
+    place = (start + query) * row_stride + (kv_head * RATIO + rows % RATIO) * SIZE
+    inside = query < count
+    # Base-two exponentials are one instruction.
+    q = tl.load(q_ptr + place[:, None] + dims, mask=inside[:, None], other=0.0)
+    visible = context - count + query
+    end = context - count + tl.minimum(first + BLOCK_Q, count)
+    top = tl.full([BLOCK_Q * RATIO], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q * RATIO], tl.float32)
+    acc = tl.zeros([BLOCK_Q * RATIO, SIZE], tl.float32)
+    for tile in range(0, end, TILE):
+        keys = tile + tl.arange(0, TILE)
+        known = keys < end
+        page = tl.load(pages_ptr + request * pages_stride + keys // PAGE, mask=known, other=0)
+        at = page.to(tl.int64) * page_stride + (keys % PAGE) * slot_stride + kv_head * SIZE
+        k = tl.load(k_ptr + at[:, None] + dims, mask=known[:, None], other=0.0)
+        v = tl.load(v_ptr + at[:, None] + dims, mask=known[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(k)) * scale
+        s = tl.where(keys[None, :] <= visible[:, None], s, float("-inf"))
+        # The first key is visible to every row, so no maximum stays infinite.
+        higher = tl.maximum(top, tl.max(s, axis=1))
+        p = tl.exp2(s - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+        top = higher
+    acc = acc / total[:, None]
+    tl.store(out_ptr + place[:, None] + dims, acc.to(q.dtype), mask=inside[:, None])
+
+
+def small_tiles(
+    batch: Batch, block_q: int = 8, tile: int = 64, warps: int = 4, stages: int = 2
+) -> torch.Tensor:
+    """Attention `[num_tokens, heads, size]` with tiles of `block_q` queries by `tile` keys."""
+    heads, size = batch.queries.shape[1:]
+    kv_heads = batch.keys.shape[2]
+    grid = (len(batch.queries) // block_q + len(batch.contexts), kv_heads)
+    _block_kernel[grid](
+        batch.queries,
+        batch.keys,
+        batch.values,
+        batch.out,
+        batch.starts,
+        batch.contexts,
+        batch.pages,
+        batch.scale * 1.4426950408889634,
+        batch.queries.stride(0),
+        batch.keys.stride(0),
+        batch.keys.stride(1),
+        batch.pages.stride(0),
+        len(batch.contexts),
+        PAGE=PAGE,
+        RATIO=heads // kv_heads,
+        SIZE=size,
+        BLOCK_Q=block_q,
+        TILE=tile,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return batch.out
+
+
+def reference(batch: Batch) -> torch.Tensor:
+    """The naive twin: every request alone, in float32."""
+    out = torch.empty_like(batch.queries)
+    ratio = batch.queries.shape[1] // batch.keys.shape[2]
+    starts = batch.starts.tolist()
+    for row, context in enumerate(batch.contexts.tolist()):
+        mine = slice(starts[row], starts[row + 1])
+        pages = batch.pages[row, : -(-context // PAGE)].long()
+        keys, values = (
+            cache[pages].flatten(0, 1)[:context].float().repeat_interleave(ratio, dim=1)
+            for cache in (batch.keys, batch.values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", batch.queries[mine].float(), keys) * batch.scale
+        count = starts[row + 1] - starts[row]
+        seen = torch.arange(context - count, context, device=scores.device)[:, None]
+        hidden = torch.arange(context, device=scores.device) > seen
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        out[mine] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+    return out
+
+
+# ------------------------------------------------------------------ the host's kernels
+
+
+def flash(batch: Batch, splits: int) -> Callable[[], Any]:
+    """FlashAttention 3 as vLLM calls it in a graph, planned ahead."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    heads, size = batch.queries.shape[1:]
+    plan = get_scheduler_metadata(
+        batch_size=len(batch.contexts),
+        max_seqlen_q=batch.longest_query,
+        max_seqlen_k=batch.longest_context,
+        num_heads_q=heads,
+        num_heads_kv=batch.keys.shape[2],
+        headdim=size,
+        cache_seqlens=batch.contexts,
+        qkv_dtype=batch.queries.dtype,
+        cu_seqlens_q=batch.starts,
+        page_size=PAGE,
+        causal=True,
+        num_splits=splits,
+    )
+    return lambda: flash_attn_varlen_func(
+        q=batch.queries,
+        k=batch.keys,
+        v=batch.values,
+        out=batch.out,
+        cu_seqlens_q=batch.starts,
+        max_seqlen_q=batch.longest_query,
+        seqused_k=batch.contexts,
+        max_seqlen_k=batch.longest_context,
+        softmax_scale=batch.scale,
+        causal=True,
+        block_table=batch.pages,
+        scheduler_metadata=plan,
+        num_splits=splits,
+        fa_version=3,
+    )
+
+
+def host_triton(batch: Batch) -> Callable[[], Any]:
+    """vLLM's Triton kernel, without splits."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    return lambda: unified_attention(
+        q=batch.queries,
+        k=batch.keys,
+        v=batch.values,
+        out=batch.out,
+        cu_seqlens_q=batch.starts,
+        max_seqlen_q=batch.longest_query,
+        seqused_k=batch.contexts,
+        max_seqlen_k=batch.longest_context,
+        softmax_scale=batch.scale,
+        causal=True,
+        window_size=(-1, -1),
+        block_table=batch.pages,
+        softcap=0,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+    )
+
+
+# ------------------------------------------------------------------ timing
+
+
+def in_graph(body: Callable[[], Any]) -> Callable[[], None]:
+    """Ten launches in a CUDA graph, so that what is timed is the device's work."""
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            body()
+    return graph.replay
+
+
+def microseconds(body: Callable[[], Any]) -> float:
+    """Device time of one launch."""
+    return round(median_ms(in_graph(body)) * 100.0, 1)
+
+
+def draw(requests: int, mean: int, prompts: int) -> tuple[list[int], list[int]]:
+    """Queries and contexts of a batch: 2 to 8 queries, contexts half to one and a half `mean`."""
+    generator = torch.Generator().manual_seed(requests + mean)
+    lens = torch.randint(2, 9, (requests,), generator=generator).tolist()
+    contexts = torch.randint(mean // 2, mean * 3 // 2, (requests,), generator=generator).tolist()
+    for row in range(prompts):
+        lens[row] = _PROMPT
+        contexts[row] = max(contexts[row], _PROMPT)
+    return lens, contexts
+
+
+def row(name: str, requests: int, mean: int, prompts: int, read_tb_s: float) -> dict[str, Any]:
+    """Times of all kernels on one batch.
+
+    Raises:
+        RuntimeError: a kernel does not compute attention.
+    """
+    shape = SHAPES[name]
+    lens, contexts = draw(requests, mean, prompts)
+    batch = make_batch(shape, lens, contexts, "cuda")
+    tiles = {choice: functools.partial(small_tiles, batch, *choice) for choice in OPTIONS}
+    host = {
+        "flash_32_splits": flash(batch, 32),
+        "flash_1_split": flash(batch, 1),
+        "host_triton": host_triton(batch),
+    }
+    wanted, times = reference(batch), {}
+    for label, body in (host | tiles).items():
+        batch.out.zero_()
+        times[label] = microseconds(body)
+        if difference(batch.out, wanted) > 0.02:
+            raise RuntimeError(f"{label} differs from its definition on {requests} requests")
+    best = min(tiles, key=times.__getitem__)
+    read = 2 * sum(contexts) * shape[1] * shape[2] * batch.keys.element_size()
+    return {
+        "shape": name,
+        "requests": requests,
+        "prompts": prompts,
+        "queries": sum(lens),
+        "context_tokens": sum(contexts),
+        **{label: times[label] for label in host},
+        "small_tiles": times[best],
+        "options": " ".join(map(str, best)),
+        "by_options": {" ".join(map(str, choice)): times[choice] for choice in tiles},
+        "read_bound": round(read / read_tb_s / 1e6, 1),
+    }
+
+
+def difference(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference, in units of the output's own size."""
+    return float((out.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--commit", help="where there is no git")
+    parser.add_argument("--read-tb-s", type=float, default=4.27, help="of `ceilings.py`")
+    options = parser.parse_args()
+    made_by = header(["python", *sys.argv], options.commit)
+    found = []
+    for name, (requests, mean), prompts in itertools.product(SHAPES, BATCHES, PROMPTS):
+        found.append(row(name, requests, mean, prompts, options.read_tb_s))
+        print(found[-1], flush=True)
+    if options.out:
+        save({**made_by, "read_tb_s": options.read_tb_s, "rows": found}, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
