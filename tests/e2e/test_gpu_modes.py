@@ -118,11 +118,12 @@ CASES = {
     "Triton attention, overlap": _backend("device", {"backend": "TRITON_ATTN"}),
     # Its full graphs take one length for all requests.
     "FlashAttention 2, overlap": _backend("uniform", {"flash_attn_version": 2}),
+    # A graph of acceptance would hold one adapter's LM head.
     "adapters, overlap": Case(
         {"draft_width": GAMMA},
         "uniform",
         pins=(1.0, None, 0),
-        path="host",
+        path="kernel",
         same_drafts=False,
         llm=WITH_LORA,
     ),
