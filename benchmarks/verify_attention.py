@@ -91,10 +91,12 @@ def make_batch(
         return torch.randn(*dims, device=device, dtype=torch.float32).to(dtype)
 
     queries = noise(sum(lens), heads, size)
+    # As vLLM lays them out: a token's key and value of one head lie side by side.
+    keys, values = noise(sum(needed), PAGE, kv_heads, 2 * size).split(size, dim=-1)
     return Batch(
         queries=queries,
-        keys=noise(sum(needed), PAGE, kv_heads, size),
-        values=noise(sum(needed), PAGE, kv_heads, size),
+        keys=keys,
+        values=values,
         out=torch.empty_like(queries),
         starts=torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device),
         contexts=torch.tensor(contexts, dtype=torch.int32, device=device),
@@ -120,6 +122,7 @@ def _block_kernel(
     row_stride,
     page_stride,
     slot_stride,
+    head_stride,
     pages_stride,
     num_reqs,
     PAGE: tl.constexpr,
@@ -161,7 +164,7 @@ def _block_kernel(
         keys = tile + tl.arange(0, TILE)
         known = keys < end
         page = tl.load(pages_ptr + request * pages_stride + keys // PAGE, mask=known, other=0)
-        at = page.to(tl.int64) * page_stride + (keys % PAGE) * slot_stride + kv_head * SIZE
+        at = page.to(tl.int64) * page_stride + (keys % PAGE) * slot_stride + kv_head * head_stride
         k = tl.load(k_ptr + at[:, None] + dims, mask=known[:, None], other=0.0)
         v = tl.load(v_ptr + at[:, None] + dims, mask=known[:, None], other=0.0)
         s = tl.dot(q, tl.trans(k)) * scale
@@ -196,6 +199,7 @@ def small_tiles(
         batch.queries.stride(0),
         batch.keys.stride(0),
         batch.keys.stride(1),
+        batch.keys.stride(2),
         batch.pages.stride(0),
         len(batch.contexts),
         PAGE=PAGE,
