@@ -14,7 +14,8 @@ from vllm.v1.attention.backends import flash_attn
 from vllm_dspark.engine.attention_splits import limit_splits, needs_no_splits
 
 H200 = 132
-LARGE, SMALL = 64, 4
+BLOCK = 8
+LARGE, SMALL = 288, 32
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ class Builder(flash_attn.FlashAttentionMetadataBuilder):
         self.aot_schedule = True
         self.aot_sliding_window = (-1, -1)
         self.use_full_cuda_graph = True
-        self.max_cudagraph_size = 512
+        self.max_cudagraph_size = 2048
         self.scheduler_metadata = torch.zeros(1 + 4 * 512, dtype=torch.int32)
         self.planned: list[int] = []
 
@@ -72,6 +73,7 @@ def limited(builder: Builder, max_model_len: int = 4096, **attention: int) -> Bu
     config = SimpleNamespace(
         attention_config=AttentionConfig(**attention),
         model_config=SimpleNamespace(max_model_len=max_model_len),
+        speculative_config=SimpleNamespace(num_speculative_tokens=BLOCK - 1),
     )
     limit_splits([[SimpleNamespace(metadata_builders=[builder])]], config)
     return builder
@@ -120,18 +122,18 @@ def test_other_backends_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "requests, kv_heads, max_model_len, expected",
+    "slots, kv_heads, max_model_len, expected",
     [
-        (33, 8, 1024, True),  # two waves exactly
-        (32, 8, 1024, False),
-        (64, 4, 1024, False),  # half the heads on each of two ranks
-        (66, 4, 1024, True),
-        (64, 8, 4096, True),
-        (63, 8, 4096, False),  # one context could outlast the others
-        (256, 8, 40960, False),
+        (264, 8, 1024, True),  # two waves exactly, with a block for every eighth slot
+        (256, 8, 1024, False),
+        (512, 4, 1024, False),  # half the heads on each of two ranks
+        (528, 4, 1024, True),
+        (264, 8, 4224, True),
+        (264, 8, 4225, False),  # one context could keep the others waiting
+        (1024, 8, 40960, False),
     ],
 )
-def test_a_batch_fills_the_gpu_and_has_no_context_that_all_wait_for(
-    requests: int, kv_heads: int, max_model_len: int, expected: bool
+def test_a_graph_is_filled_and_holds_no_context_that_all_wait_for(
+    slots: int, kv_heads: int, max_model_len: int, expected: bool
 ) -> None:
-    assert needs_no_splits(requests, kv_heads, H200, max_model_len) is expected
+    assert needs_no_splits(slots, BLOCK, kv_heads, H200, max_model_len) is expected
