@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import PALETTES, admitted_by_sort, cases, random_confidence, survival_rows
 
-from vllm_dspark.core.allocation import admit, allocate, fill, slot_keys
+from vllm_dspark.core.allocation import admit, allocate, even_split, fill, slot_keys
 
 shapes = {
     "seed": st.integers(0, 2**32 - 1),
@@ -128,3 +128,12 @@ def test_shapes_must_match():
 
 def test_survival_rows_of_the_oracle_are_products():
     assert survival_rows(np.array([[0.5, 0.5]]), [2]) == [[0.5, 0.25]]
+
+
+@given(**shapes)
+def test_an_even_split_is_an_allocation_of_equal_survivals(seed, **shape):
+    for rng in cases(seed):
+        _, lens, budget, _ = make(rng, **shape)
+        got = even_split(lens, budget, shape["gamma"])
+        assert got.dtype == np.int32
+        assert got.tolist() == allocate(np.ones((len(lens), shape["gamma"])), lens, budget).tolist()

@@ -98,8 +98,20 @@ def allocate(
 
 
 def even_split(draft_lens: IntArray, budget: int, gamma: int) -> IntArray:
-    """Admitted drafts `[num_reqs]` int32 where nothing ranks the requests: in position order."""
-    return allocate(np.ones((len(draft_lens), gamma)), draft_lens, budget)
+    """Admitted drafts `[num_reqs]` int32 where nothing ranks the requests: in position order, and
+    in request order among those at the last position that the budget reaches. This is `allocate`
+    with equal survivals, without sorting anything.
+    """
+    lens: IntArray = np.clip(draft_lens, 0, gamma).astype(np.int32)
+    # Drafts up to each position, all requests together.
+    totals = np.bincount(lens, minlength=gamma + 1)[:0:-1].cumsum()[::-1].cumsum()
+    if budget >= totals[-1]:
+        return lens
+    width = int(np.searchsorted(totals, budget, side="right"))
+    spare = max(budget, 0) - (int(totals[width - 1]) if width else 0)
+    admitted: IntArray = np.minimum(lens, np.int32(width))
+    admitted[np.flatnonzero(lens > width)[:spare]] += 1
+    return admitted
 
 
 def fill(
