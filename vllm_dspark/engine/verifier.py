@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_dspark.engine.accept_buffers import AcceptBuffers
 from vllm_dspark.engine.folded_accept import FoldedAccept, columns_of, host_reason
+from vllm_dspark.engine.head_warmup import warm_head_of
 from vllm_dspark.engine.modes import VerifyMode
 from vllm_dspark.engine.session import find_session
 from vllm_dspark.kernels.greedy_accept import Accepted
@@ -76,9 +77,13 @@ class Verifier(RejectionSampler):
             self._readers = (runner.output_copy_stream,)
 
     def capture(self, runner: Any) -> None:
-        """The runner has captured its model: capture acceptance behind it."""
+        """The runner has captured its model: capture acceptance behind it, and load the kernels of
+        the LM head that the graphs do not hold.
+        """
         if self._folded is not None:
             self._folded.capture(runner)
+        if self._device.type == "cuda":
+            warm_head_of(runner)
 
     def from_hidden(
         self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
