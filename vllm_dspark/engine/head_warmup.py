@@ -2,9 +2,9 @@
 """The LM head, run once for every number of rows that traffic may bring.
 
 Trimmed and mixed steps have any number of logit rows, and the library picks a matrix kernel by that
-number: 28 steps of 256 requests on an H200 used more than ten different ones. CUDA may load a kernel
-when it is first launched, and wait for the device before it does, which would cost a step its
-overlap with the next. Some steps took as much longer as that; that this is why has not been shown.
+number: 28 steps of 256 requests on an H200 used more than ten different ones. CUDA may load a
+kernel when it is first launched, and wait for the device before it does, which would cost a step
+its overlap with the next. Some steps took longer by as much; that this is why has not been shown.
 """
 
 from __future__ import annotations
