@@ -103,15 +103,23 @@ def even_split(draft_lens: IntArray, budget: int, gamma: int) -> IntArray:
     with equal survivals, without sorting anything.
     """
     lens: IntArray = np.clip(draft_lens, 0, gamma).astype(np.int32)
-    # Drafts up to each position, all requests together.
-    totals = np.bincount(lens, minlength=gamma + 1)[:0:-1].cumsum()[::-1].cumsum()
-    if budget >= totals[-1]:
-        return lens
-    width = int(np.searchsorted(totals, budget, side="right"))
-    spare = max(budget, 0) - (int(totals[width - 1]) if width else 0)
+    width, used = widest_within(lens, gamma, budget)
     admitted: IntArray = np.minimum(lens, np.int32(width))
-    admitted[np.flatnonzero(lens > width)[:spare]] += 1
+    admitted[np.flatnonzero(lens > width)[: max(budget - used, 0)]] += 1
     return admitted
+
+
+def widest_within(draft_lens: IntArray, gamma: int, budget: int) -> tuple[int, int]:
+    """Largest k whose `sum(min(k, drafted))` fits the budget, and that sum.
+
+    Args:
+        draft_lens: `[num_reqs]` drafts scheduled per request, 0..gamma.
+    """
+    # Drafts up to each position, all requests together.
+    reached = np.bincount(draft_lens, minlength=gamma + 1)[:0:-1].cumsum()[::-1][:gamma]
+    totals = reached.cumsum()
+    width = int(np.searchsorted(totals, budget, side="right"))
+    return width, int(totals[width - 1]) if width else 0
 
 
 def fill(

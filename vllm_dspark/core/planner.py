@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_dspark.core.allocation import admit, even_split
+from vllm_dspark.core.allocation import admit, even_split, widest_within
 from vllm_dspark.core.arrays import IntArray
 from vllm_dspark.core.budget import (
     Candidates,
@@ -225,7 +225,7 @@ class Planner:
         admitted: IntArray | None = None
         uniform_k: int | None = None
         if uniform and budget < block.drafts:
-            uniform_k, budget = _widest_within(step.draft_lens, self.gamma, budget)
+            uniform_k, budget = widest_within(step.draft_lens, self.gamma, budget)
             admitted = np.minimum(step.draft_lens, uniform_k).astype(np.int32)
         elif step.need_lens:
             admitted = self._lens(step, block, budget)
@@ -298,7 +298,7 @@ class Planner:
 
     def _even_lens(self, step: StepInput, budget: int) -> IntArray:
         if self.policy.search is SearchMode.UNIFORM:
-            width, _ = _widest_within(step.draft_lens, self.gamma, budget)
+            width, _ = widest_within(step.draft_lens, self.gamma, budget)
             return np.minimum(step.draft_lens, width).astype(np.int32)
         return even_split(step.draft_lens, budget, self.gamma)
 
@@ -329,10 +329,3 @@ def _common_width(admitted: IntArray, budget: int) -> int | None:
         return None
     width = budget // len(admitted)
     return width if bool((admitted == width).all()) else None
-
-
-def _widest_within(draft_lens: IntArray, gamma: int, budget: int) -> tuple[int, int]:
-    """Largest k whose `sum(min(k, drafted))` fits the budget, and that sum."""
-    totals = np.cumsum((np.arange(gamma)[:, None] < draft_lens).sum(axis=1))
-    width = int(np.searchsorted(totals, budget, side="right"))
-    return width, int(totals[width - 1]) if width else 0
