@@ -48,9 +48,6 @@ class SlotTable:
 
     def peek(self, slots: np.ndarray, step: int) -> np.ndarray:
         """Confidences ``[n, gamma]`` of the block drafted in step ``step - 1``, NaN elsewhere."""
-        current, widths = self._step[slots] == step - 1, self._width[slots]
-        values, gamma = self._confidence[slots], self._confidence.shape[1]
-        if not (current.all() and widths.min(initial=gamma) == gamma):
-            values[~current] = np.nan
-            values[np.arange(gamma) >= widths[:, None]] = np.nan
-        return values
+        current = (self._step[slots] == step - 1)[:, None]
+        current = current & (np.arange(self._confidence.shape[1]) < self._width[slots, None])
+        return np.where(current, self._confidence[slots], np.float32(np.nan))
