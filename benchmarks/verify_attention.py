@@ -237,6 +237,23 @@ def reference(batch: Batch) -> torch.Tensor:
 # ------------------------------------------------------------------ the host's kernels
 
 
+def _arguments(batch: Batch) -> dict[str, Any]:
+    """What all of them take."""
+    return {
+        "q": batch.queries,
+        "k": batch.keys,
+        "v": batch.values,
+        "out": batch.out,
+        "cu_seqlens_q": batch.starts,
+        "max_seqlen_q": batch.longest_query,
+        "seqused_k": batch.contexts,
+        "max_seqlen_k": batch.longest_context,
+        "softmax_scale": batch.scale,
+        "causal": True,
+        "block_table": batch.pages,
+    }
+
+
 def flash(batch: Batch, splits: int) -> Callable[[], Any]:
     """FlashAttention 3 as vLLM calls it in a graph, planned ahead."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -257,17 +274,7 @@ def flash(batch: Batch, splits: int) -> Callable[[], Any]:
         num_splits=splits,
     )
     return lambda: flash_attn_varlen_func(
-        q=batch.queries,
-        k=batch.keys,
-        v=batch.values,
-        out=batch.out,
-        cu_seqlens_q=batch.starts,
-        max_seqlen_q=batch.longest_query,
-        seqused_k=batch.contexts,
-        max_seqlen_k=batch.longest_context,
-        softmax_scale=batch.scale,
-        causal=True,
-        block_table=batch.pages,
+        **_arguments(batch),
         scheduler_metadata=plan,
         num_splits=splits,
         fa_version=3,
@@ -279,18 +286,8 @@ def host_triton(batch: Batch) -> Callable[[], Any]:
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     return lambda: unified_attention(
-        q=batch.queries,
-        k=batch.keys,
-        v=batch.values,
-        out=batch.out,
-        cu_seqlens_q=batch.starts,
-        max_seqlen_q=batch.longest_query,
-        seqused_k=batch.contexts,
-        max_seqlen_k=batch.longest_context,
-        softmax_scale=batch.scale,
-        causal=True,
+        **_arguments(batch),
         window_size=(-1, -1),
-        block_table=batch.pages,
         softcap=0,
         q_descale=None,
         k_descale=None,
