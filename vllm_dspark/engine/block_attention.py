@@ -3,11 +3,11 @@
 
 FlashAttention 3 computes tiles of 64 to 192 rows, of which a verify block fills some twenty. Where
 requests alone fill the GPU (`attention_splits.needs_no_splits`), blocks go through
-`kernels.verify_attention`; requests that ask more than a block, which the host's order puts last,
-still go through the host's implementation, from the first of them on.
+`kernels.verify_attention`; from the first request on that asks more, which the host's order puts
+last, the batch still goes through the host's implementation.
 
 Invariant: what is launched depends on shapes that are the same when a graph is captured and when it
-is replayed. Where prompts begin is found on the device, once per forward pass.
+is replayed. Where prompts begin is found on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from vllm_dspark import compat
 from vllm_dspark.engine.attention_splits import needs_no_splits
-from vllm_dspark.kernels.verify_attention import Tiles, find_prompts, verify_attention
+from vllm_dspark.kernels.verify_attention import Tiles, from_prompts_on, verify_attention
 
 
 def attend_blocks(layers: Iterable[Any], vllm_config: Any, block: int) -> int:
@@ -76,6 +76,9 @@ def _before(impl: Any, block: int, processors: int, max_model_len: int) -> Any:
     queries = max(1 << (block - 1).bit_length(), 16 // impl.num_queries_per_kv)
     tiles = Tiles(queries=queries)
 
+    def fills(slots: int) -> bool:
+        return needs_no_splits(slots, block, impl.num_kv_heads, processors, max_model_len)
+
     @functools.wraps(original)
     def forward(
         layer: Any,
@@ -89,9 +92,9 @@ def _before(impl: Any, block: int, processors: int, max_model_len: int) -> Any:
         **kwargs: Any,
     ) -> torch.Tensor:
         others = (layer, query, key, value, kv_cache)
-        if not _fits(attn_metadata, impl.num_kv_heads, processors, max_model_len, args, kwargs):
+        plain = _is_plain(attn_metadata, args, kwargs)
+        if not plain or not fills(attn_metadata.seq_lens.shape[0]):
             return original(*others, attn_metadata, output, *args, **kwargs)
-        first, rest = _prompts(attn_metadata, block)
         tokens = attn_metadata.num_actual_tokens
         keys, values = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
         verify_attention(
@@ -102,13 +105,17 @@ def _before(impl: Any, block: int, processors: int, max_model_len: int) -> Any:
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
             attn_metadata.block_table,
-            first,
             impl.scale,
+            block,
             tiles,
         )
         if attn_metadata.max_query_len > block:
+            # Planned anew, since the host has planned for the whole batch.
             prompts = dataclasses.replace(
-                attn_metadata, query_start_loc=rest, scheduler_metadata=None, max_num_splits=1
+                attn_metadata,
+                query_start_loc=from_prompts_on(attn_metadata.query_start_loc, block),
+                scheduler_metadata=None,
+                max_num_splits=1,
             )
             original(*others, prompts, output, *args, **kwargs)
         return output
@@ -116,28 +123,12 @@ def _before(impl: Any, block: int, processors: int, max_model_len: int) -> Any:
     return forward
 
 
-def _fits(
-    metadata: Any,
-    kv_heads: int,
-    processors: int,
-    max_model_len: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> bool:
-    """Whether a call of the host is plain attention of a batch that fills the GPU."""
-    if metadata is None or metadata.causal is not True or any(args):
-        return False
-    if any(value is not None for value in kwargs.values()):
-        return False
-    if metadata.mm_prefix_query_range_tensor is not None or metadata.rswa_prefix_lens is not None:
-        return False
-    requests = metadata.seq_lens.shape[0]
-    return needs_no_splits(requests, kv_heads, processors, max_model_len)
-
-
-def _prompts(metadata: Any, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`find_prompts` of a step; the first layer asks, the others read its answer."""
-    found = getattr(metadata, "dspark_prompts", None)
-    if found is None:
-        found = metadata.dspark_prompts = find_prompts(metadata.query_start_loc, block)
-    return found
+def _is_plain(metadata: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the host asks for causal attention and nothing else."""
+    return (
+        metadata is not None
+        and metadata.causal is True
+        and all(value is None for value in (*args, *kwargs.values()))
+        and metadata.mm_prefix_query_range_tensor is None
+        and metadata.rswa_prefix_lens is None
+    )

@@ -155,6 +155,8 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
         session.mixed_full_graphs = _mixed_full_graphs(session, kwargs)
         limit_splits(kwargs["attn_groups"], kwargs["vllm_config"])
+        if session.config.block_attention == "on":
+            _attend_blocks(kwargs)
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)
@@ -166,6 +168,18 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
         return planner
 
     return maybe_create_adaptive_verification_manager
+
+
+def _attend_blocks(kwargs: dict[str, Any]) -> None:
+    """Blocks of the target go through a kernel of ours."""
+    from vllm_dspark.engine.block_attention import attend_blocks
+
+    vllm_config = kwargs["vllm_config"]
+    context = vllm_config.compilation_config.static_forward_context
+    names = [name for name in kwargs["target_layer_names"] if name in context]
+    block = vllm_config.speculative_config.num_speculative_tokens + 1
+    changed = attend_blocks((context[name] for name in names), vllm_config, block)
+    logger.info("DSpark attends blocks by itself in %d of %d layers", changed, len(names))
 
 
 def _refusal(original: Any, kwargs: dict[str, Any]) -> str:

@@ -5,8 +5,9 @@ A verify step asks few queries of each context: five of them, on four heads of o
 rows, and FlashAttention 3 computes tiles of 64 to 192. Here a tile is one block of one request and
 the heads of one KV head. Contexts are not split, so batches have to fill the GPU with requests.
 
-A batch may end in requests that ask more (prompts). `find_prompts` tells on the device where they
-begin, since a captured graph cannot know; they are left to a kernel with large tiles.
+Requests that ask more than a block (prompts) are left to a kernel with large tiles. They come last
+in a batch; `from_prompts_on` tells on the device where they begin, since a captured graph cannot
+know.
 """
 
 from __future__ import annotations
@@ -39,37 +40,32 @@ class Tiles:
 
 
 @triton.jit
-def _find_prompts_kernel(
-    starts_ptr, first_ptr, rest_ptr, num_reqs, longest, BLOCK_REQS: tl.constexpr
-):
+def _from_prompts_on_kernel(starts_ptr, rest_ptr, num_reqs, longest, BLOCK_REQS: tl.constexpr):
     rows = tl.arange(0, BLOCK_REQS)
     inside = rows < num_reqs
     start = tl.load(starts_ptr + rows, mask=inside, other=0)
     end = tl.load(starts_ptr + rows + 1, mask=inside, other=0)
     first = tl.min(tl.where(inside & (end - start > longest), rows, num_reqs), axis=0)
-    tl.store(first_ptr, first)
     begin = tl.load(starts_ptr + first)
     tl.store(rest_ptr + rows, tl.maximum(start, begin), mask=inside)
     tl.store(rest_ptr + num_reqs, tl.load(starts_ptr + num_reqs))
 
 
-def find_prompts(starts: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a batch has its first request of more than ``longest`` queries.
+def from_prompts_on(starts: torch.Tensor, longest: int) -> torch.Tensor:
+    """A batch without the requests before the first one of more than ``longest`` queries.
 
     Args:
         starts: ``[num_reqs + 1]`` int32 first query of each request.
         longest: queries of a block.
 
     Returns:
-        The first such request ``[1]`` int32 (``num_reqs`` if there is none), and ``starts`` with
-        the requests before it emptied ``[num_reqs + 1]`` int32.
+        ``starts`` with those requests emptied ``[num_reqs + 1]`` int32.
     """
-    first = torch.empty(1, dtype=torch.int32, device=starts.device)
     rest = torch.empty_like(starts)
     num_reqs = starts.shape[0] - 1
     block = triton.next_power_of_2(num_reqs)
-    _find_prompts_kernel[(1,)](starts, first, rest, num_reqs, longest, BLOCK_REQS=block)
-    return first, rest
+    _from_prompts_on_kernel[(1,)](starts, rest, num_reqs, longest, BLOCK_REQS=block)
+    return rest
 
 
 @triton.jit
@@ -81,7 +77,6 @@ def _verify_attention_kernel(
     starts_ptr,
     contexts_ptr,
     pages_ptr,
-    first_ptr,
     scale,
     q_stride,
     out_stride,
@@ -90,6 +85,7 @@ def _verify_attention_kernel(
     head_stride,
     pages_stride,
     num_reqs,
+    longest,
     PAGE: tl.constexpr,
     RATIO: tl.constexpr,
     SIZE: tl.constexpr,
@@ -110,7 +106,7 @@ def _verify_attention_kernel(
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start
     first = (program - start // QUERIES - request) * QUERIES
-    if (first >= count) | (request >= tl.load(first_ptr)):
+    if (first >= count) | (count > longest):
         return
     context = tl.load(contexts_ptr + request)
     rows = tl.arange(0, QUERIES * RATIO)
@@ -155,11 +151,11 @@ def verify_attention(
     starts: torch.Tensor,
     contexts: torch.Tensor,
     pages: torch.Tensor,
-    first: torch.Tensor,
     scale: float,
+    longest: int,
     tiles: Tiles = Tiles(),  # noqa: B008 (frozen)
 ) -> None:
-    """Causal attention of the requests before ``first``, written to ``out``.
+    """Causal attention of the requests with at most ``longest`` queries, written to ``out``.
 
     Args:
         queries: ``[num_tokens, heads, size]``, heads of a token side by side, size a power of two.
@@ -169,8 +165,8 @@ def verify_attention(
         starts: ``[num_reqs + 1]`` int32 first query of each request.
         contexts: ``[num_reqs]`` int32 tokens of each request, its queries included.
         pages: ``[num_reqs, max_pages]`` int32.
-        first: ``[1]`` int32 request from which on nothing is computed, see ``find_prompts``.
         scale: of the scores.
+        longest: queries of a block; requests with more are left out.
         tiles: launch options.
     """
     num_tokens, heads, size = queries.shape
@@ -184,7 +180,6 @@ def verify_attention(
         starts,
         contexts,
         pages,
-        first,
         scale * LOG2_E,
         queries.stride(0),
         out.stride(0),
@@ -193,6 +188,7 @@ def verify_attention(
         keys.stride(2),
         pages.stride(0),
         num_reqs,
+        longest,
         PAGE=page,
         RATIO=heads // kv_heads,
         SIZE=size,
