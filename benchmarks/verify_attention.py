@@ -28,7 +28,9 @@ import torch
 from device_timing import median_ms
 
 from vllm_dspark.cli.provenance import header, save
+from vllm_dspark.engine.block_attention import split_plan
 from vllm_dspark.kernels.verify_attention import (
+    Scratch,
     Tiles,
     from_prompts_on,
     verify_attention,
@@ -38,7 +40,7 @@ from vllm_dspark.kernels.verify_attention import (
 PAGE = 16
 SHAPES = {"8b, heads of 64": (64, 16, 64), "8b, heads of 128": (32, 8, 128)}
 """Query heads, KV heads, size of a head."""
-BATCHES = tuple(itertools.product((32, 64, 128, 256), (400, 2000)))
+BATCHES = tuple(itertools.product((1, 8, 32, 128, 256), (400, 2000)))
 """Requests and mean context."""
 PROMPTS = (0, 4)
 """Requests that read a prompt in the same step."""
@@ -70,6 +72,7 @@ class Batch:
     """`[num_reqs, max_pages]` int32."""
     longest_query: int
     longest_context: int
+    scratch: Scratch
 
     @property
     def scale(self) -> float:
@@ -107,6 +110,7 @@ def make_batch(
         pages=pages,
         longest_query=max(lens),
         longest_context=max(contexts),
+        scratch=Scratch((1 << 27) // (4 * size), 16384 * kv_heads, size, torch.device(device)),
     )
 
 
@@ -126,6 +130,16 @@ def small_tiles(batch: Batch, longest: int, *options: int) -> None:
         batch.scale,
         longest,
         Tiles(*options),
+        split_plan(
+            len(batch.queries),
+            len(batch.contexts),
+            1,
+            batch.queries.shape[1],
+            batch.keys.shape[2],
+            torch.cuda.get_device_properties(0).multi_processor_count,
+            batch.scratch.rows,
+        ),
+        batch.scratch,
     )
 
 
@@ -243,7 +257,7 @@ def draw(requests: int, mean: int, prompts: int) -> tuple[list[int], list[int]]:
     generator = torch.Generator().manual_seed(requests + mean)
     lens = torch.randint(2, 9, (requests,), generator=generator).tolist()
     contexts = torch.randint(mean // 2, mean * 3 // 2, (requests,), generator=generator).tolist()
-    for row in range(requests - prompts, requests):
+    for row in range(max(requests - prompts, 0), requests):
         lens[row] = _PROMPT
         contexts[row] = max(contexts[row], _PROMPT)
     return lens, contexts
@@ -301,6 +315,8 @@ def main() -> int:
     made_by = header(["python", *sys.argv], options.commit)
     found = []
     for name, (requests, mean), prompts in itertools.product(SHAPES, BATCHES, PROMPTS):
+        if prompts > requests:
+            continue
         found.append(row(name, requests, mean, prompts, options.read_tb_s))
         print(found[-1], flush=True)
     if options.out:

@@ -14,6 +14,8 @@ from batches import DEVICE
 
 from vllm_dspark.engine import block_attention
 from vllm_dspark.kernels.verify_attention import (
+    Scratch,
+    Splits,
     Tiles,
     from_prompts_on,
     verify_attention,
@@ -88,6 +90,22 @@ def test_requests_of_a_block_equal_the_definition_and_others_are_left(
             assert close(out[mine], want[mine])
 
 
+@pytest.mark.parametrize("splits", [Splits(2, 16), Splits(8, 16), Splits(8, 48)], ids=str)
+@pytest.mark.parametrize("name", BATCHES)
+def test_splits_put_together_equal_the_definition(name: str, splits: Splits) -> None:
+    given = operands(name, torch.bfloat16)
+    tokens, slots = len(given["queries"]), len(given["contexts"])
+    scratch = Scratch(8 * tokens * HEADS, (tokens + slots) * KV_HEADS, 16, DEVICE)
+    want = verify_attention_reference(**given)
+    # The counters are good for another launch.
+    for _ in range(2):
+        out = torch.full_like(given["queries"], float("nan"))
+        tiles = Tiles(8, 16, 4, 2)
+        verify_attention(**given, out=out, longest=64, tiles=tiles, splits=splits, scratch=scratch)
+        assert close(out, want)
+        assert not scratch.ended.any()
+
+
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_rest_of_a_batch_begins_with_its_first_prompt(name: str) -> None:
     lens, _ = BATCHES[name]
@@ -118,7 +136,8 @@ class Metadata:
 class Host:
     """FlashAttention's implementation in a layer, and the calls that reach it."""
 
-    num_queries_per_kv, num_kv_heads, head_size = HEADS // KV_HEADS, KV_HEADS, 16
+    num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, 16
+    num_queries_per_kv = HEADS // KV_HEADS
     scale = 16**-0.5
 
     def __init__(self) -> None:
@@ -147,7 +166,7 @@ class Host:
         return output
 
 
-def layer_call(host: Host, name: str, slots_needed: int = 1, **changes: Any) -> bool:
+def layer_call(host: Host, name: str, **changes: Any) -> bool:
     """One forward pass of a layer behind ours; whether the output is attention's."""
     given = operands(name, torch.bfloat16)
     tokens = len(given["queries"])
@@ -164,7 +183,8 @@ def layer_call(host: Host, name: str, slots_needed: int = 1, **changes: Any) -> 
         **changes,
     )
     cache = torch.cat([given["keys"], given["values"]], dim=-1).transpose(1, 2)
-    forward = block_attention._before(host, BLOCK, processors=0, max_model_len=16)
+    scratch = Scratch(2 * tokens * HEADS, 64 * KV_HEADS, 16, DEVICE)
+    forward = block_attention._before(host, BLOCK, scratch, processors=132)
     assert forward(SimpleNamespace(), query, None, None, cache, metadata, output) is output
     want = verify_attention_reference(**given).flatten(1)
     return close(output[:tokens], want) and bool(output[tokens:].isnan().all())
@@ -179,6 +199,23 @@ def test_a_batch_is_shared_out_between_ours_and_the_hosts(name: str) -> None:
         return
     (call,) = host.calls
     assert call.scheduler_metadata is None and call.max_num_splits == 1
+
+
+@pytest.mark.parametrize(
+    "tokens, slots, expected",
+    [
+        (8, 8, Splits(32, 256)),
+        (256, 256, Splits(32, 4096)),
+        (2048, 256, Splits(4, 4096)),
+        (8192, 256, Splits(1, 4096)),
+        (9000, 256, Splits(1, 4096)),
+    ],
+)
+def test_splits_fit_the_scratch_and_follow_the_batch(
+    tokens: int, slots: int, expected: Splits
+) -> None:
+    rows = (1 << 27) // (4 * 64)
+    assert block_attention.split_plan(tokens, slots, 8, 64, 16, 132, rows) == expected
 
 
 @pytest.mark.parametrize("changes", [{"causal": False}, {"rswa_prefix_lens": 1}], ids=str)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verify blocks attended by a kernel with tiles of their size, prompts by FlashAttention.
 
-FlashAttention 3 computes tiles of 64 to 192 rows, of which a verify block fills some twenty. Where
-requests alone fill the GPU (`attention_splits.needs_no_splits`), blocks go through
-`kernels.verify_attention`; from the first request on that asks more, which the host's order puts
-last, the batch still goes through the host's implementation.
+FlashAttention 3 computes tiles of 64 to 192 rows, of which a verify block fills some twenty. Blocks
+go through `kernels.verify_attention`; from the first request on that asks more, which the host's
+order puts last, the batch still goes through the host's implementation.
 
 Invariant: what is launched depends on shapes that are the same when a graph is captured and when it
-is replayed. Where prompts begin is found on the device.
+is replayed. Where prompts begin, and how far contexts are split, is found on the device.
 """
 
 from __future__ import annotations
@@ -20,8 +19,21 @@ from typing import Any
 import torch
 
 from vllm_dspark import compat
-from vllm_dspark.engine.attention_splits import needs_no_splits
-from vllm_dspark.kernels.verify_attention import Tiles, from_prompts_on, verify_attention
+from vllm_dspark.kernels.verify_attention import (
+    Scratch,
+    Splits,
+    Tiles,
+    from_prompts_on,
+    verify_attention,
+)
+
+_WAVES = 2
+"""Tiles per processor from which on only contexts that would keep the others waiting are split."""
+_CHUNK, _LONG_CHUNK = 256, 4096
+"""Tokens of a split in batches that leave processors idle, and in those that do not."""
+_MOST_SPLITS = 32
+_SCRATCH_BYTES = 1 << 27
+"""The largest graphs get four splits of it, with 64 heads of 64 or 32 of 128."""
 
 
 def attend_blocks(layers: Iterable[Any], vllm_config: Any, block: int) -> int:
@@ -35,16 +47,45 @@ def attend_blocks(layers: Iterable[Any], vllm_config: Any, block: int) -> int:
     Returns:
         How many layers were changed.
     """
-    changed = 0
-    for layer in layers:
-        if _can_serve(layer.impl):
-            processors = torch.cuda.get_device_properties(
-                torch.cuda.current_device()
-            ).multi_processor_count
-            limits = (processors, vllm_config.model_config.max_model_len)
-            layer.impl.forward = _before(layer.impl, block, *limits)
-            changed += 1
-    return changed
+    scheduler = vllm_config.scheduler_config
+    served = [layer.impl for layer in layers if _can_serve(layer.impl)]
+    scratches: dict[tuple[int, int, int], Scratch] = {}
+    for impl in served:
+        kind = (impl.num_heads, impl.num_kv_heads, impl.head_size)
+        if kind not in scratches:
+            tiles = scheduler.max_num_batched_tokens + scheduler.max_num_seqs
+            scratches[kind] = Scratch(
+                max(_SCRATCH_BYTES // (4 * impl.head_size), impl.num_heads * tiles),
+                tiles * impl.num_kv_heads,
+                impl.head_size,
+                torch.device("cuda", torch.cuda.current_device()),
+            )
+        impl.forward = _before(impl, block, scratches[kind], _processors())
+    return len(served)
+
+
+def _processors() -> int:
+    device = torch.cuda.current_device()
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def split_plan(
+    tokens: int, slots: int, block: int, heads: int, kv_heads: int, processors: int, rows: int
+) -> Splits:
+    """How contexts of a batch are split, the same for all batches of a graph.
+
+    Args:
+        tokens: of the batch, padding included.
+        slots: requests that the graph holds; a batch has at least one for every ``block`` of them.
+        block: most tokens of a request in a decode step.
+        heads: query heads of this rank.
+        kv_heads: of this rank.
+        processors: streaming multiprocessors of the GPU.
+        rows: of the scratch.
+    """
+    fills = slots // block * kv_heads >= _WAVES * processors
+    most = min(_MOST_SPLITS, rows // (tokens * heads))
+    return Splits(max(most, 1), _LONG_CHUNK if fills else _CHUNK)
 
 
 def _can_serve(impl: Any) -> bool:
@@ -70,14 +111,11 @@ def _can_serve(impl: Any) -> bool:
     )
 
 
-def _before(impl: Any, block: int, processors: int, max_model_len: int) -> Any:
+def _before(impl: Any, block: int, scratch: Scratch, processors: int) -> Any:
     original = impl.forward
     # A tile holds a whole block, and at least the 16 rows of a matrix product.
     queries = max(1 << (block - 1).bit_length(), 16 // impl.num_queries_per_kv)
-    tiles = Tiles(queries=queries)
-
-    def fills(slots: int) -> bool:
-        return needs_no_splits(slots, block, impl.num_kv_heads, processors, max_model_len)
+    tiles, heads = Tiles(queries=queries), (impl.num_heads, impl.num_kv_heads)
 
     @functools.wraps(original)
     def forward(
@@ -92,10 +130,9 @@ def _before(impl: Any, block: int, processors: int, max_model_len: int) -> Any:
         **kwargs: Any,
     ) -> torch.Tensor:
         others = (layer, query, key, value, kv_cache)
-        plain = _is_plain(attn_metadata, args, kwargs)
-        if not plain or not fills(attn_metadata.seq_lens.shape[0]):
+        if not _is_plain(attn_metadata, args, kwargs):
             return original(*others, attn_metadata, output, *args, **kwargs)
-        tokens = attn_metadata.num_actual_tokens
+        tokens, slots = attn_metadata.num_actual_tokens, attn_metadata.seq_lens.shape[0]
         keys, values = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
         verify_attention(
             query[:tokens],
@@ -108,6 +145,8 @@ def _before(impl: Any, block: int, processors: int, max_model_len: int) -> Any:
             impl.scale,
             block,
             tiles,
+            split_plan(tokens, slots, block, *heads, processors, scratch.rows),
+            scratch,
         )
         if attn_metadata.max_query_len > block:
             # Planned anew, since the host has planned for the whole batch.

@@ -3,7 +3,8 @@
 
 A verify step asks few queries of each context: five of them, on four heads of one KV head, are 20
 rows, and FlashAttention 3 computes tiles of 64 to 192. Here a tile is one block of one request and
-the heads of one KV head. Contexts are not split, so batches have to fill the GPU with requests.
+the heads of one KV head. Long contexts are split; the last split of a tile to end puts them
+together, so that there is no second kernel where nothing is split.
 
 Requests that ask more than a block (prompts) are left to a kernel with large tiles. They come last
 in a batch; `from_prompts_on` tells on the device where they begin, since a captured graph cannot
@@ -39,7 +40,33 @@ class Tiles:
     stages: int = 3
 
 
-@triton.jit
+@dataclass(frozen=True)
+class Splits:
+    """How contexts are split: into pieces of ``chunk`` tokens, or ``most`` longer ones."""
+
+    most: int = 1
+    chunk: int = 1 << 30
+
+
+class Scratch:
+    """What splits leave for the last of them; one for all layers of a stream.
+
+    Args:
+        rows: query heads of all tokens, times splits: the most of any launch.
+        tiles: tiles of the largest launch, times KV heads.
+        size: of a head.
+        device: of the kernel.
+    """
+
+    def __init__(self, rows: int, tiles: int, size: int, device: torch.device) -> None:
+        self.rows = rows
+        self.sums = torch.empty(rows, size, dtype=torch.float32, device=device)
+        self.tops = torch.empty(rows, 2, dtype=torch.float32, device=device)
+        # Whoever counts to the end starts it anew.
+        self.ended = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "longest"])
 def _from_prompts_on_kernel(starts_ptr, rest_ptr, num_reqs, longest, BLOCK_REQS: tl.constexpr):
     rows = tl.arange(0, BLOCK_REQS)
     inside = rows < num_reqs
@@ -68,12 +95,16 @@ def from_prompts_on(starts: torch.Tensor, longest: int) -> torch.Tensor:
     return rest
 
 
-@triton.jit
+# Counts that differ from batch to batch are no reason to compile anew.
+@triton.jit(do_not_specialize=["num_reqs", "num_rows", "longest", "chunk", "most"])
 def _verify_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
+    sums_ptr,
+    tops_ptr,
+    ended_ptr,
     starts_ptr,
     contexts_ptr,
     pages_ptr,
@@ -85,15 +116,20 @@ def _verify_attention_kernel(
     head_stride,
     pages_stride,
     num_reqs,
+    num_rows,
     longest,
+    chunk,
+    most,
     PAGE: tl.constexpr,
     RATIO: tl.constexpr,
     SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """One program: `QUERIES` queries of one request, the heads of one KV head. Where a request has
-    its first program depends on the queries before it, rounded up by one program for each request.
+    """One program: `QUERIES` queries of one request, the heads of one KV head, a split. Where a
+    request has its first program depends on the queries before it, rounded up by one program for
+    each request.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
     request, beyond = 0, num_reqs
@@ -118,10 +154,16 @@ def _verify_attention_kernel(
     q = tl.load(q_ptr + q_place[:, None] + dims, mask=inside[:, None], other=0.0)
     visible = context - count + query
     end = context - count + tl.minimum(first + QUERIES, count)
+    split = tl.program_id(2)
+    pieces = tl.minimum(tl.cdiv(end, chunk), most)
+    span = tl.cdiv(tl.cdiv(end, pieces), KEYS) * KEYS
+    pieces = tl.cdiv(end, span)
+    if split >= pieces:
+        return
     top = tl.full([QUERIES * RATIO], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * RATIO], tl.float32)
     acc = tl.zeros([QUERIES * RATIO, SIZE], tl.float32)
-    for tile in range(0, end, KEYS):
+    for tile in range(split * span, tl.minimum((split + 1) * span, end), KEYS):
         keys = tile + tl.arange(0, KEYS)
         known = keys < end
         page = tl.load(pages_ptr + request * pages_stride + keys // PAGE, mask=known, other=0)
@@ -131,16 +173,52 @@ def _verify_attention_kernel(
         # Base-two exponentials are one instruction; the scale takes care of the base.
         s = tl.dot(q, tl.trans(k)) * scale
         s = tl.where(keys[None, :] <= visible[:, None], s, float("-inf"))
-        # The first key is visible to every row, so no maximum stays infinite.
         higher = tl.maximum(top, tl.max(s, axis=1))
-        p = tl.exp2(s - higher[:, None])
-        shrink = tl.exp2(top - higher)
+        # The last split may hold no key that the first queries of a block see.
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - finite[:, None])
+        shrink = tl.exp2(top - finite)
         total = total * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v)
         top = higher
+    if SPLIT and pieces > 1:
+        row = (start + query) * (RATIO * tl.num_programs(1)) + head
+        mine = split * num_rows + row
+        tl.store(sums_ptr + mine[:, None] * SIZE + dims, acc, mask=inside[:, None])
+        tl.store(tops_ptr + mine * 2, top, mask=inside)
+        tl.store(tops_ptr + mine * 2 + 1, total, mask=inside)
+        # All of it is written before this split counts as ended.
+        tl.debug_barrier()
+        counter = ended_ptr + program * tl.num_programs(1) + kv_head
+        ended = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if ended < pieces - 1:
+            return
+        tl.store(counter, 0)
+        for other in range(0, pieces):
+            if other != split:
+                theirs = other * num_rows + row
+                their_top = tl.load(
+                    tops_ptr + theirs * 2, inside, float("-inf"), cache_modifier=".cg"
+                )
+                their_total = tl.load(tops_ptr + theirs * 2 + 1, inside, 0.0, cache_modifier=".cg")
+                sums = tl.load(
+                    sums_ptr + theirs[:, None] * SIZE + dims,
+                    inside[:, None],
+                    0.0,
+                    cache_modifier=".cg",
+                )
+                higher = tl.maximum(top, their_top)
+                finite = tl.where(higher == float("-inf"), 0.0, higher)
+                shrink, grow = tl.exp2(top - finite), tl.exp2(their_top - finite)
+                total = total * shrink + their_total * grow
+                acc = acc * shrink[:, None] + sums * grow[:, None]
+                top = higher
     acc = acc / total[:, None]
     out_place = (start + query).to(tl.int64) * out_stride + head * SIZE
     tl.store(out_ptr + out_place[:, None] + dims, acc.to(q.dtype), mask=inside[:, None])
+
+
+_TILES, _WHOLE = Tiles(), Splits()
 
 
 def verify_attention(
@@ -153,7 +231,9 @@ def verify_attention(
     pages: torch.Tensor,
     scale: float,
     longest: int,
-    tiles: Tiles = Tiles(),  # noqa: B008 (frozen)
+    tiles: Tiles = _TILES,
+    splits: Splits = _WHOLE,
+    scratch: Scratch | None = None,
 ) -> None:
     """Causal attention of the requests with at most ``longest`` queries, written to ``out``.
 
@@ -168,15 +248,24 @@ def verify_attention(
         scale: of the scores.
         longest: queries of a block; requests with more are left out.
         tiles: launch options.
+        splits: of contexts.
+        scratch: needed where there is more than one split.
     """
     num_tokens, heads, size = queries.shape
     num_reqs, (_, page, kv_heads, _) = contexts.shape[0], keys.shape
     assert keys.stride() == values.stride() and queries.stride()[1:] == (size, 1)
-    _verify_attention_kernel[(num_tokens // tiles.queries + num_reqs, kv_heads)](
+    programs = num_tokens // tiles.queries + num_reqs
+    if splits.most > 1:
+        assert scratch is not None and len(scratch.ended) >= programs * kv_heads
+        assert scratch.rows >= splits.most * num_tokens * heads
+    _verify_attention_kernel[(programs, kv_heads, splits.most)](
         queries,
         keys,
         values,
         out,
+        None if scratch is None else scratch.sums,
+        None if scratch is None else scratch.tops,
+        None if scratch is None else scratch.ended,
         starts,
         contexts,
         pages,
@@ -188,12 +277,16 @@ def verify_attention(
         keys.stride(2),
         pages.stride(0),
         num_reqs,
+        num_tokens * heads,
         longest,
+        splits.chunk,
+        splits.most,
         PAGE=page,
         RATIO=heads // kv_heads,
         SIZE=size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
+        SPLIT=scratch is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
