@@ -198,7 +198,7 @@ def test_a_batch_is_shared_out_between_ours_and_the_hosts(name: str) -> None:
         assert host.calls == []
         return
     (call,) = host.calls
-    assert call.scheduler_metadata is None and call.max_num_splits == 1
+    assert call.scheduler_metadata is None and call.max_num_splits == 32
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,6 @@ def _before(impl: Any, block: int, scratch: Scratch, processors: int) -> Any:
                 attn_metadata,
                 query_start_loc=from_prompts_on(attn_metadata.query_start_loc, block),
                 scheduler_metadata=None,
-                max_num_splits=1,
             )
             original(*others, prompts, output, *args, **kwargs)
         return output
