@@ -28,7 +28,7 @@ import torch
 from device_timing import median_ms
 
 from vllm_dspark.cli.provenance import header, save
-from vllm_dspark.engine.block_attention import split_plan
+from vllm_dspark.engine.block_attention import Limits, processors, split_plan
 from vllm_dspark.kernels.verify_attention import (
     Scratch,
     Tiles,
@@ -45,6 +45,7 @@ BATCHES = tuple(itertools.product((1, 8, 32, 128, 256), (400, 2000)))
 PROMPTS = (0, 4)
 """Requests that read a prompt in the same step."""
 _PROMPT, _BLOCK = 250, 8
+_MOST_REQUESTS, _MODEL_LEN = 256, 4096
 OPTIONS = (
     (4, 64, 4, 3),
     (8, 32, 4, 3),
@@ -133,11 +134,10 @@ def small_tiles(batch: Batch, longest: int, *options: int) -> None:
         split_plan(
             len(batch.queries),
             len(batch.contexts),
-            1,
             batch.queries.shape[1],
             batch.keys.shape[2],
-            torch.cuda.get_device_properties(0).multi_processor_count,
             batch.scratch.rows,
+            Limits(longest, _MOST_REQUESTS, _MODEL_LEN, processors()),
         ),
         batch.scratch,
     )
@@ -146,7 +146,7 @@ def small_tiles(batch: Batch, longest: int, *options: int) -> None:
 def with_prompts(batch: Batch, longest: int, *options: int) -> None:
     """Small tiles for blocks, FlashAttention from the first prompt on."""
     small_tiles(batch, longest, *options)
-    rest = from_prompts_on(batch.starts, longest)
+    rest = from_prompts_on(batch.starts, longest, _MOST_REQUESTS)
     flash_launch(batch, 1, rest, None)
 
 

@@ -119,10 +119,23 @@ FLASH_BUILD = HostSymbol(
     optional=True,
 )
 
+FLASH_FORWARD = HostSymbol(
+    "vllm.v1.attention.backends.flash_attn",
+    "FlashAttentionImpl.forward",
+    ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    "wrapped",
+    "Verify blocks go through a kernel with tiles of their size (in the target's layers of a DSpark"
+    " server); prompts, and whatever is not plain causal attention, reach the original.",
+    _ISSUES + "36219",
+    "vLLM's attention has tiles for a few queries per request",
+    optional=True,
+)
+
 HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     QUANTIZED_HEAD,
     *QUANTIZED_LINEAR,
     FLASH_BUILD,
+    FLASH_FORWARD,
     HostSymbol(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",

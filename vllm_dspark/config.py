@@ -93,10 +93,10 @@ class DSparkConfig(BaseModel):
         "backends replay any batch and no KV connector is configured, or the host's piecewise "
         "ones.",
     )
-    block_attention: Literal["off", "on"] = Field(
-        "off",
-        description="Attention of verify blocks by a kernel with tiles of their size, in batches "
-        "that fill the GPU and where FlashAttention 3 would compute plain causal attention.",
+    block_attention: Literal["auto", "off"] = Field(
+        "auto",
+        description="Attention of verify blocks by a kernel with tiles of their size, where "
+        "FlashAttention 3 would compute plain causal attention, or always the host's attention.",
     )
     min_gain: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.02, description="Predicted gain in tokens per second that a trimmed step must promise."

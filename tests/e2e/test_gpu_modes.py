@@ -87,6 +87,12 @@ CASES = {
         pins=(1.0, None),
         same_drafts=False,
     ),
+    "device, overlap, the host's attention": Case(
+        {**VERIFY_MODES["device"], "draft_width": GAMMA, "block_attention": "off"},
+        "device",
+        pins=(1.0, None),
+        same_drafts=False,
+    ),
     "cap-accept, overlap": _case("cap-accept", True),
     "host, sync": _case("host", False),
     "uniform, overlap": _case("uniform", True),

@@ -90,6 +90,7 @@ def configuration(
         ),
         additional_config={"dspark": {"metrics": False, **dspark}},
         compilation_config=SimpleNamespace(
+            static_forward_context={},
             cudagraph_mode=SimpleNamespace(
                 has_full_cudagraphs=lambda: full_graphs, name="FULL" if full_graphs else "NONE"
             ),

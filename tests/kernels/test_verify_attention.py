@@ -23,6 +23,7 @@ from vllm_dspark.kernels.verify_attention import (
 )
 
 PAGE, HEADS, KV_HEADS, BLOCK = 16, 8, 2, 8
+LIMITS = block_attention.Limits(BLOCK, num_reqs=64, model_len=1024, processors=132)
 BATCHES = {
     "one token": ([1], [1]),
     "a block alone": ([8], [8]),
@@ -90,12 +91,22 @@ def test_requests_of_a_block_equal_the_definition_and_others_are_left(
             assert close(out[mine], want[mine])
 
 
-@pytest.mark.parametrize("splits", [Splits(2, 16), Splits(8, 16), Splits(8, 48)], ids=str)
+@pytest.mark.parametrize(
+    "splits",
+    [
+        Splits(2, 1000, chunk=16),
+        Splits(8, 1000, chunk=16),
+        Splits(8, 1000, chunk=48),
+        Splits(8, 20, chunk=16),
+        Splits(3, 0, long_chunk=32),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", BATCHES)
 def test_splits_put_together_equal_the_definition(name: str, splits: Splits) -> None:
     given = operands(name, torch.bfloat16)
     tokens, slots = len(given["queries"]), len(given["contexts"])
-    scratch = Scratch(8 * tokens * HEADS, (tokens + slots) * KV_HEADS, 16, DEVICE)
+    scratch = Scratch(8 * tokens * HEADS, 8 * slots * KV_HEADS, 16, DEVICE)
     want = verify_attention_reference(**given)
     # The counters are good for another launch.
     for _ in range(2):
@@ -110,7 +121,7 @@ def test_splits_put_together_equal_the_definition(name: str, splits: Splits) -> 
 def test_the_rest_of_a_batch_begins_with_its_first_prompt(name: str) -> None:
     lens, _ = BATCHES[name]
     starts = operands(name, torch.float32)["starts"]
-    rest = from_prompts_on(starts, BLOCK)
+    rest = from_prompts_on(starts, BLOCK, most_reqs=6)
     first = next((row for row, count in enumerate(lens) if count > BLOCK), len(lens))
     left = [0 if row < first else count for row, count in enumerate(lens)]
     assert rest.diff().tolist() == left
@@ -129,6 +140,7 @@ class Metadata:
     causal: Any = True
     scheduler_metadata: Any = "planned"
     max_num_splits: int = 32
+    use_cascade: bool = False
     mm_prefix_query_range_tensor: Any = None
     rswa_prefix_lens: Any = None
 
@@ -184,7 +196,7 @@ def layer_call(host: Host, name: str, **changes: Any) -> bool:
     )
     cache = torch.cat([given["keys"], given["values"]], dim=-1).transpose(1, 2)
     scratch = Scratch(2 * tokens * HEADS, 64 * KV_HEADS, 16, DEVICE)
-    forward = block_attention._before(host, BLOCK, scratch, processors=132)
+    forward = block_attention._before(host, LIMITS, scratch)
     assert forward(SimpleNamespace(), query, None, None, cache, metadata, output) is output
     want = verify_attention_reference(**given).flatten(1)
     return close(output[:tokens], want) and bool(output[tokens:].isnan().all())
@@ -202,23 +214,28 @@ def test_a_batch_is_shared_out_between_ours_and_the_hosts(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, slots, expected",
+    "tokens, slots, model_len, expected",
     [
-        (8, 8, Splits(32, 256)),
-        (256, 256, Splits(32, 4096)),
-        (2048, 256, Splits(4, 4096)),
-        (8192, 256, Splits(1, 4096)),
-        (9000, 256, Splits(1, 4096)),
+        (8, 8, 1024, 4),
+        (8, 1, 65536, 17),
+        (256, 32, 65536, 5),
+        (560, 128, 1024, 2),
+        (256, 256, 1024, 1),
+        (2048, 256, 65536, 4),
+        (8192, 256, 65536, 1),
+        (9000, 256, 65536, 1),
     ],
 )
 def test_splits_fit_the_scratch_and_follow_the_batch(
-    tokens: int, slots: int, expected: Splits
+    tokens: int, slots: int, model_len: int, expected: int
 ) -> None:
-    rows = (1 << 27) // (4 * 64)
-    assert block_attention.split_plan(tokens, slots, 8, 64, 16, 132, rows) == expected
+    rows, limits = (1 << 27) // (4 * 64), dataclasses.replace(LIMITS, model_len=model_len)
+    assert block_attention.split_plan(tokens, slots, 64, 16, rows, limits).most == expected
 
 
-@pytest.mark.parametrize("changes", [{"causal": False}, {"rswa_prefix_lens": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"causal": False}, {"rswa_prefix_lens": 1}, {"use_cascade": True}], ids=str
+)
 def test_other_attention_stays_with_the_host(changes: dict[str, Any]) -> None:
     host = Host()
     assert layer_call(host, "blocks", **changes)

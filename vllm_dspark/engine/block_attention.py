@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 from vllm_dspark import compat
+from vllm_dspark.engine.attention_splits import WAVES, needs_no_splits
 from vllm_dspark.kernels.verify_attention import (
     Scratch,
     Splits,
@@ -27,77 +31,110 @@ from vllm_dspark.kernels.verify_attention import (
     verify_attention,
 )
 
-_WAVES = 2
-"""Tiles per processor from which on only contexts that would keep the others waiting are split."""
-_CHUNK, _LONG_CHUNK = 256, 4096
-"""Tokens of a split in batches that leave processors idle, and in those that do not."""
-_MOST_SPLITS = 32
+logger = logging.getLogger("vllm.dspark")
+
+_MOST_SPLITS, _MOST_OF_LONG = 32, 4
+"""Programs of splits that a batch does not need cost it some time as well."""
 _SCRATCH_BYTES = 1 << 27
 """The largest graphs get four splits of it, with 64 heads of 64 or 32 of 128."""
 
 
-def attend_blocks(layers: Iterable[Any], vllm_config: Any, block: int) -> int:
-    """Put the kernel before FlashAttention in those of the ``layers`` that it can serve.
+def attend_blocks(vllm_config: Any, target_layer_names: Iterable[str]) -> int:
+    """Put the kernel before FlashAttention in those layers of the target that it can serve.
 
     Args:
-        layers: attention layers of the target.
         vllm_config: the host's configuration.
-        block: queries of a verify block, the anchor included.
+        target_layer_names: attention layers of the target, others among them.
 
     Returns:
         How many layers were changed.
     """
+    layers = vllm_config.compilation_config.static_forward_context
+    impls = [getattr(layers.get(name), "impl", None) for name in target_layer_names]
+    served = [impl for impl in impls if _can_serve(impl)]
+    if not served:
+        return 0
     scheduler = vllm_config.scheduler_config
-    served = [layer.impl for layer in layers if _can_serve(layer.impl)]
-    scratches: dict[tuple[int, int, int], Scratch] = {}
+    block = vllm_config.speculative_config.num_speculative_tokens + 1
+    limits = Limits(
+        block, scheduler.max_num_seqs, vllm_config.model_config.max_model_len, processors()
+    )
+    scratches: dict[tuple[int, ...], Scratch] = {}
     for impl in served:
         kind = (impl.num_heads, impl.num_kv_heads, impl.head_size)
         if kind not in scratches:
-            tiles = scheduler.max_num_batched_tokens + scheduler.max_num_seqs
             scratches[kind] = Scratch(
-                max(_SCRATCH_BYTES // (4 * impl.head_size), impl.num_heads * tiles),
-                tiles * impl.num_kv_heads,
+                max(
+                    _SCRATCH_BYTES // (4 * impl.head_size),
+                    impl.num_heads * scheduler.max_num_batched_tokens,
+                ),
+                scheduler.max_num_seqs * impl.num_kv_heads,
                 impl.head_size,
                 torch.device("cuda", torch.cuda.current_device()),
             )
-        impl.forward = _before(impl, block, scratches[kind], _processors())
+            _compile(impl, limits, scratches[kind], vllm_config)
+        impl.forward = _before(impl, limits, scratches[kind])
+    logger.info("DSpark attends blocks by itself in %d of %d layers", len(served), len(impls))
     return len(served)
 
 
-def _processors() -> int:
+def processors() -> int:
+    """Streaming multiprocessors of this process's GPU."""
     device = torch.cuda.current_device()
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What no batch exceeds, and the GPU.
+
+    Args:
+        block: queries of a verify block.
+        num_reqs: of a batch.
+        model_len: tokens of a context.
+        processors: streaming multiprocessors.
+    """
+
+    block: int
+    num_reqs: int
+    model_len: int
+    processors: int
+
+
 def split_plan(
-    tokens: int, slots: int, block: int, heads: int, kv_heads: int, processors: int, rows: int
+    tokens: int, slots: int, heads: int, kv_heads: int, rows: int, limits: Limits
 ) -> Splits:
-    """How contexts of a batch are split, the same for all batches of a graph.
+    """How contexts of a batch may be split, the same for all batches of a graph.
 
     Args:
         tokens: of the batch, padding included.
-        slots: requests that the graph holds; a batch has at least one for every ``block`` of them.
-        block: most tokens of a request in a decode step.
+        slots: requests that the graph holds; a batch has at least one for every block of them.
         heads: query heads of this rank.
         kv_heads: of this rank.
-        processors: streaming multiprocessors of the GPU.
         rows: of the scratch.
+        limits: of all batches.
     """
-    fills = slots // block * kv_heads >= _WAVES * processors
-    most = min(_MOST_SPLITS, rows // (tokens * heads))
-    return Splits(max(most, 1), _LONG_CHUNK if fills else _CHUNK)
+    if needs_no_splits(slots, limits.block, kv_heads, limits.processors, limits.model_len):
+        return Splits()
+    fewest = max(slots // limits.block, 1) * kv_heads
+    plan = Splits(full=WAVES * limits.processors)
+    to_fill = min(triton.cdiv(plan.full, fewest), triton.cdiv(limits.model_len, plan.chunk))
+    to_share = min(_MOST_OF_LONG, triton.cdiv(limits.model_len, plan.long_chunk))
+    most = min(max(to_fill, to_share), _MOST_SPLITS, rows // (tokens * heads))
+    return dataclasses.replace(plan, most=max(most, 1))
 
 
 def _can_serve(impl: Any) -> bool:
     """Plain causal attention over a 16-bit cache, with heads that fill a tile."""
-    if not compat.present(compat.FLASH_BUILD):
+    if not compat.present(compat.FLASH_FORWARD):
         return False
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+    if type(impl) is not FlashAttentionImpl:
+        return False
     ratio, size = impl.num_queries_per_kv, impl.head_size
     return (
-        type(impl) is FlashAttentionImpl
-        and impl.vllm_flash_attn_version == 3
+        impl.vllm_flash_attn_version == 3
         and impl.attn_type == "decoder"
         and impl.kv_cache_dtype in ("auto", "bfloat16", "float16")
         and impl.sliding_window == (-1, -1)
@@ -111,11 +148,38 @@ def _can_serve(impl: Any) -> bool:
     )
 
 
-def _before(impl: Any, block: int, scratch: Scratch, processors: int) -> Any:
-    original = impl.forward
-    # A tile holds a whole block, and at least the 16 rows of a matrix product.
-    queries = max(1 << (block - 1).bit_length(), 16 // impl.num_queries_per_kv)
-    tiles, heads = Tiles(queries=queries), (impl.num_heads, impl.num_kv_heads)
+def _tiles(impl: Any, block: int) -> Tiles:
+    """A tile holds a whole block, and at least the 16 rows of a matrix product."""
+    return Tiles(queries=max(triton.next_power_of_2(block), 16 // impl.num_queries_per_kv))
+
+
+def _compile(impl: Any, limits: Limits, scratch: Scratch, vllm_config: Any) -> None:
+    """Launch the kernels once, since batches without a graph would compile them in traffic."""
+    heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
+    device, dtype = scratch.sums.device, vllm_config.model_config.dtype
+    page = vllm_config.cache_config.block_size
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    queries = torch.zeros(1, heads, size, dtype=dtype, device=device)
+    cache = torch.zeros(1, page, kv_heads, 2 * size, dtype=dtype, device=device)
+    verify_attention(
+        queries,
+        *cache.split(size, dim=-1),
+        torch.empty_like(queries),
+        starts,
+        starts[1:].clone(),
+        starts.new_zeros(1, 1),
+        impl.scale,
+        limits.block,
+        _tiles(impl, limits.block),
+        Splits(),
+        scratch,
+    )
+    from_prompts_on(starts, limits.block, limits.num_reqs)
+
+
+def _before(impl: Any, limits: Limits, scratch: Scratch) -> Any:
+    original, block = impl.forward, limits.block
+    tiles, heads = _tiles(impl, block), (impl.num_heads, impl.num_kv_heads)
 
     @functools.wraps(original)
     def forward(
@@ -145,15 +209,14 @@ def _before(impl: Any, block: int, scratch: Scratch, processors: int) -> Any:
             impl.scale,
             block,
             tiles,
-            split_plan(tokens, slots, block, *heads, processors, scratch.rows),
+            split_plan(tokens, slots, *heads, scratch.rows, limits),
             scratch,
         )
         if attn_metadata.max_query_len > block:
+            starts = from_prompts_on(attn_metadata.query_start_loc, block, limits.num_reqs)
             # Planned anew, since the host has planned for the whole batch.
             prompts = dataclasses.replace(
-                attn_metadata,
-                query_start_loc=from_prompts_on(attn_metadata.query_start_loc, block),
-                scheduler_metadata=None,
+                attn_metadata, query_start_loc=starts, scheduler_metadata=None
             )
             original(*others, prompts, output, *args, **kwargs)
         return output
@@ -166,6 +229,7 @@ def _is_plain(metadata: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return (
         metadata is not None
         and metadata.causal is True
+        and not metadata.use_cascade
         and all(value is None for value in (*args, *kwargs.values()))
         and metadata.mm_prefix_query_range_tensor is None
         and metadata.rswa_prefix_lens is None

@@ -149,14 +149,15 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
             return original(**kwargs)
         from vllm_dspark.engine import assembly
         from vllm_dspark.engine.attention_splits import limit_splits
+        from vllm_dspark.engine.block_attention import attend_blocks
 
         refusal = session.device_obstacle or _refusal(original, kwargs)
         session.resolved = resolve(session.config, host_facts(kwargs["vllm_config"], refusal))
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
         session.mixed_full_graphs = _mixed_full_graphs(session, kwargs)
         limit_splits(kwargs["attn_groups"], kwargs["vllm_config"])
-        if session.config.block_attention == "on":
-            _attend_blocks(kwargs)
+        if session.config.block_attention != "off":
+            attend_blocks(kwargs["vllm_config"], kwargs["target_layer_names"])
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)
@@ -168,18 +169,6 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
         return planner
 
     return maybe_create_adaptive_verification_manager
-
-
-def _attend_blocks(kwargs: dict[str, Any]) -> None:
-    """Blocks of the target go through a kernel of ours."""
-    from vllm_dspark.engine.block_attention import attend_blocks
-
-    vllm_config = kwargs["vllm_config"]
-    context = vllm_config.compilation_config.static_forward_context
-    names = [name for name in kwargs["target_layer_names"] if name in context]
-    block = vllm_config.speculative_config.num_speculative_tokens + 1
-    changed = attend_blocks((context[name] for name in names), vllm_config, block)
-    logger.info("DSpark attends blocks by itself in %d of %d layers", changed, len(names))
 
 
 def _refusal(original: Any, kwargs: dict[str, Any]) -> str:

@@ -42,10 +42,21 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Splits:
-    """How contexts are split: into pieces of ``chunk`` tokens, or ``most`` longer ones."""
+    """How contexts are split: where tiles leave processors idle, into as many pieces of ``chunk``
+    tokens or more as fill them, elsewhere into pieces of ``long_chunk``, so that one context does
+    not keep the others waiting.
+
+    Args:
+        most: pieces of a context.
+        full: tiles that fill the GPU.
+        chunk: tokens.
+        long_chunk: tokens.
+    """
 
     most: int = 1
-    chunk: int = 1 << 30
+    full: int = 0
+    chunk: int = 256
+    long_chunk: int = 4096
 
 
 class Scratch:
@@ -53,7 +64,7 @@ class Scratch:
 
     Args:
         rows: query heads of all tokens, times splits: the most of any launch.
-        tiles: tiles of the largest launch, times KV heads.
+        tiles: of the largest launch, those of all KV heads.
         size: of a head.
         device: of the kernel.
     """
@@ -78,25 +89,28 @@ def _from_prompts_on_kernel(starts_ptr, rest_ptr, num_reqs, longest, BLOCK_REQS:
     tl.store(rest_ptr + num_reqs, tl.load(starts_ptr + num_reqs))
 
 
-def from_prompts_on(starts: torch.Tensor, longest: int) -> torch.Tensor:
+def from_prompts_on(starts: torch.Tensor, longest: int, most_reqs: int) -> torch.Tensor:
     """A batch without the requests before the first one of more than ``longest`` queries.
 
     Args:
         starts: ``[num_reqs + 1]`` int32 first query of each request.
         longest: queries of a block.
+        most_reqs: of any batch, so that one kernel serves them all.
 
     Returns:
         ``starts`` with those requests emptied ``[num_reqs + 1]`` int32.
     """
     rest = torch.empty_like(starts)
-    num_reqs = starts.shape[0] - 1
-    block = triton.next_power_of_2(num_reqs)
-    _from_prompts_on_kernel[(1,)](starts, rest, num_reqs, longest, BLOCK_REQS=block)
+    block = triton.next_power_of_2(most_reqs)
+    _from_prompts_on_kernel[(1,)](starts, rest, starts.shape[0] - 1, longest, BLOCK_REQS=block)
     return rest
 
 
 # Counts that differ from batch to batch are no reason to compile anew.
-@triton.jit(do_not_specialize=["num_reqs", "num_rows", "longest", "chunk", "most"])
+_NOT_SPECIALIZED = ["num_reqs", "pages_stride", "num_rows", "longest", "most", "full"]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _verify_attention_kernel(
     q_ptr,
     k_ptr,
@@ -118,30 +132,25 @@ def _verify_attention_kernel(
     num_reqs,
     num_rows,
     longest,
-    chunk,
     most,
+    full,
+    chunk,
+    long_chunk,
     PAGE: tl.constexpr,
     RATIO: tl.constexpr,
     SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    TILES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One program: `QUERIES` queries of one request, the heads of one KV head, a split. Where a
-    request has its first program depends on the queries before it, rounded up by one program for
-    each request.
+    """One program: `QUERIES` queries of one request, the heads of one KV head, a split. A request
+    has `TILES` programs for its queries, enough for a block.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
-    request, beyond = 0, num_reqs
-    while beyond - request > 1:
-        middle = (request + beyond) // 2
-        if tl.load(starts_ptr + middle) // QUERIES + middle <= program:
-            request = middle
-        else:
-            beyond = middle
+    request, first = program // TILES, program % TILES * QUERIES
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start
-    first = (program - start // QUERIES - request) * QUERIES
     if (first >= count) | (count > longest):
         return
     context = tl.load(contexts_ptr + request)
@@ -155,7 +164,11 @@ def _verify_attention_kernel(
     visible = context - count + query
     end = context - count + tl.minimum(first + QUERIES, count)
     split = tl.program_id(2)
-    pieces = tl.minimum(tl.cdiv(end, chunk), most)
+    # A captured graph knows its slots; how many requests are in them, the tokens tell.
+    requests = tl.maximum(tl.cdiv(tl.load(starts_ptr + num_reqs), longest), 1)
+    wanted = tl.cdiv(full, requests * tl.num_programs(1))
+    pieces = tl.where(wanted > 1, tl.minimum(tl.cdiv(end, chunk), wanted), tl.cdiv(end, long_chunk))
+    pieces = tl.minimum(pieces, most)
     span = tl.cdiv(tl.cdiv(end, pieces), KEYS) * KEYS
     pieces = tl.cdiv(end, span)
     if split >= pieces:
@@ -252,9 +265,10 @@ def verify_attention(
         scratch: needed where there is more than one split.
     """
     num_tokens, heads, size = queries.shape
-    num_reqs, (_, page, kv_heads, _) = contexts.shape[0], keys.shape
+    _, page, kv_heads, _ = keys.shape
     assert keys.stride() == values.stride() and queries.stride()[1:] == (size, 1)
-    programs = num_tokens // tiles.queries + num_reqs
+    per_request = triton.cdiv(longest, tiles.queries)
+    programs = contexts.shape[0] * per_request
     if splits.most > 1:
         assert scratch is not None and len(scratch.ended) >= programs * kv_heads
         assert scratch.rows >= splits.most * num_tokens * heads
@@ -276,16 +290,19 @@ def verify_attention(
         keys.stride(1),
         keys.stride(2),
         pages.stride(0),
-        num_reqs,
+        contexts.shape[0],
         num_tokens * heads,
         longest,
-        splits.chunk,
         splits.most,
+        splits.full,
+        splits.chunk,
+        splits.long_chunk,
         PAGE=page,
         RATIO=heads // kv_heads,
         SIZE=size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
+        TILES=per_request,
         SPLIT=scratch is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
