@@ -47,7 +47,6 @@ PROMPTS = (0, 4)
 _PROMPT, _BLOCK = 250, 8
 _MOST_REQUESTS, _MODEL_LEN = 256, 4096
 OPTIONS = (
-    (4, 64, 4, 3),
     (8, 32, 4, 3),
     (8, 64, 4, 2),
     (8, 64, 4, 3),
