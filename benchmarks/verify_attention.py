@@ -28,9 +28,9 @@ import torch
 from device_timing import median_ms
 
 from vllm_dspark.cli.provenance import header, save
-from vllm_dspark.engine.block_attention import Limits, processors, split_plan
 from vllm_dspark.kernels.verify_attention import (
     Scratch,
+    Splits,
     Tiles,
     from_prompts_on,
     verify_attention,
@@ -45,15 +45,9 @@ BATCHES = tuple(itertools.product((1, 8, 32, 128, 256), (400, 2000)))
 PROMPTS = (0, 4)
 """Requests that read a prompt in the same step."""
 _PROMPT, _BLOCK = 250, 8
-_MOST_REQUESTS, _MODEL_LEN = 256, 4096
-OPTIONS = (
-    (8, 32, 4, 3),
-    (8, 64, 4, 2),
-    (8, 64, 4, 3),
-    (8, 64, 8, 3),
-    (8, 128, 8, 2),
-)
-"""Queries of a tile, keys of a tile, warps, stages."""
+_MOST_REQUESTS = 256
+TILES = (Tiles(), Tiles(keys=32), Tiles(stages=3), Tiles(warps=8), Tiles(keys=128, warps=8))
+SPLITS = (Splits(), Splits(4), Splits(4, 512), Splits(4, 2048), Splits(8))
 
 
 @dataclass
@@ -117,8 +111,8 @@ def make_batch(
 # ------------------------------------------------------------------ small tiles
 
 
-def small_tiles(batch: Batch, longest: int, *options: int) -> None:
-    """Attention of requests with at most `longest` queries, with tiles of `options`."""
+def small_tiles(batch: Batch, longest: int, tiles: Tiles, splits: Splits) -> None:
+    """Attention of requests with at most `longest` queries."""
     verify_attention(
         batch.queries,
         batch.keys,
@@ -129,22 +123,15 @@ def small_tiles(batch: Batch, longest: int, *options: int) -> None:
         batch.pages,
         batch.scale,
         longest,
-        Tiles(*options),
-        split_plan(
-            len(batch.queries),
-            len(batch.contexts),
-            batch.queries.shape[1],
-            batch.keys.shape[2],
-            batch.scratch.rows,
-            Limits(longest, _MOST_REQUESTS, _MODEL_LEN, processors()),
-        ),
+        tiles,
+        splits,
         batch.scratch,
     )
 
 
-def with_prompts(batch: Batch, longest: int, *options: int) -> None:
+def with_prompts(batch: Batch, longest: int, tiles: Tiles, splits: Splits) -> None:
     """Small tiles for blocks, FlashAttention from the first prompt on."""
-    small_tiles(batch, longest, *options)
+    small_tiles(batch, longest, tiles, splits)
     rest = from_prompts_on(batch.starts, longest, _MOST_REQUESTS)
     flash_launch(batch, 1, rest, None)
 
@@ -272,18 +259,19 @@ def row(name: str, requests: int, mean: int, prompts: int, read_tb_s: float) -> 
     lens, contexts = draw(requests, mean, prompts)
     batch = make_batch(shape, lens, contexts, "cuda")
     body = with_prompts if prompts else small_tiles
-    tiles = {choice: functools.partial(body, batch, _BLOCK, *choice) for choice in OPTIONS}
+    choices = [(tiles, SPLITS[0]) for tiles in TILES] + [(TILES[0], s) for s in SPLITS[1:]]
+    tiles = {label(*choice): functools.partial(body, batch, _BLOCK, *choice) for choice in choices}
     host = {
         "flash_32_splits": flash(batch, 32),
         "flash_1_split": flash(batch, 1),
         "host_triton": host_triton(batch),
     }
     wanted, times = reference(batch), {}
-    for label, body in (host | tiles).items():
+    for kernel, body in (host | tiles).items():
         batch.out.zero_()
-        times[label] = microseconds(body)
+        times[kernel] = microseconds(body)
         if difference(batch.out, wanted) > 0.02:
-            raise RuntimeError(f"{label} differs from its definition on {requests} requests")
+            raise RuntimeError(f"{kernel} differs from its definition on {requests} requests")
     best = min(tiles, key=times.__getitem__)
     read = 2 * sum(contexts) * shape[1] * shape[2] * batch.keys.element_size()
     return {
@@ -292,12 +280,19 @@ def row(name: str, requests: int, mean: int, prompts: int, read_tb_s: float) -> 
         "prompts": prompts,
         "queries": sum(lens),
         "context_tokens": sum(contexts),
-        **{label: times[label] for label in host},
-        "small_tiles": times[best],
-        "options": " ".join(map(str, best)),
-        "by_options": {" ".join(map(str, choice)): times[choice] for choice in tiles},
+        **{kernel: times[kernel] for kernel in host},
+        "small_tiles": times[label(*choices[0])],
+        "best_options": best,
+        "by_options": {choice: times[choice] for choice in tiles},
         "read_bound": round(read / read_tb_s / 1e6, 1),
     }
+
+
+def label(tiles: Tiles, splits: Splits) -> str:
+    """Options in short."""
+    chunk = f" of {splits.chunk}" if splits.most > 1 else ""
+    sizes = f"{tiles.keys} keys, {tiles.warps} warps, {tiles.stages} stages"
+    return f"{sizes}, {splits.most} splits{chunk}"
 
 
 def difference(out: torch.Tensor, wanted: torch.Tensor) -> float:

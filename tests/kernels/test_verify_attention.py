@@ -23,7 +23,7 @@ from vllm_dspark.kernels.verify_attention import (
 )
 
 PAGE, HEADS, KV_HEADS, BLOCK = 16, 8, 2, 8
-LIMITS = block_attention.Limits(BLOCK, num_reqs=64, model_len=1024, processors=132)
+LIMITS = block_attention.Limits(BLOCK, num_reqs=64, model_len=4096, least_slots=1)
 BATCHES = {
     "one token": ([1], [1]),
     "a block alone": ([8], [8]),
@@ -94,11 +94,9 @@ def test_requests_of_a_block_equal_the_definition_and_others_are_left(
 @pytest.mark.parametrize(
     "splits",
     [
-        Splits(2, 1000, chunk=16),
-        Splits(8, 1000, chunk=16),
-        Splits(8, 1000, chunk=48),
-        Splits(8, 20, chunk=16),
-        Splits(3, 0, long_chunk=32),
+        Splits(2, 16),
+        Splits(8, 16),
+        Splits(8, 48),
     ],
     ids=str,
 )
@@ -178,7 +176,7 @@ class Host:
         return output
 
 
-def layer_call(host: Host, name: str, **changes: Any) -> bool:
+def layer_call(host: Host, name: str, limits: Any = LIMITS, **changes: Any) -> bool:
     """One forward pass of a layer behind ours; whether the output is attention's."""
     given = operands(name, torch.bfloat16)
     tokens = len(given["queries"])
@@ -196,7 +194,7 @@ def layer_call(host: Host, name: str, **changes: Any) -> bool:
     )
     cache = torch.cat([given["keys"], given["values"]], dim=-1).transpose(1, 2)
     scratch = Scratch(2 * tokens * HEADS, 64 * KV_HEADS, 16, DEVICE)
-    forward = block_attention._before(host, LIMITS, scratch)
+    forward = block_attention._before(host, limits, scratch)
     assert forward(SimpleNamespace(), query, None, None, cache, metadata, output) is output
     want = verify_attention_reference(**given).flatten(1)
     return close(output[:tokens], want) and bool(output[tokens:].isnan().all())
@@ -213,24 +211,23 @@ def test_a_batch_is_shared_out_between_ours_and_the_hosts(name: str) -> None:
     assert call.scheduler_metadata is None and call.max_num_splits == 32
 
 
+def test_small_batches_stay_with_the_host() -> None:
+    host = Host()
+    slots = len(BATCHES["blocks"][0])
+    assert layer_call(host, "blocks", dataclasses.replace(LIMITS, least_slots=slots))
+    assert host.calls == []
+    assert layer_call(host, "blocks", dataclasses.replace(LIMITS, least_slots=slots + 1))
+    assert [call.scheduler_metadata for call in host.calls] == ["planned"]
+
+
 @pytest.mark.parametrize(
-    "tokens, slots, model_len, expected",
-    [
-        (8, 8, 1024, 4),
-        (8, 1, 65536, 17),
-        (256, 32, 65536, 5),
-        (560, 128, 1024, 2),
-        (256, 256, 1024, 1),
-        (2048, 256, 65536, 4),
-        (8192, 256, 65536, 1),
-        (9000, 256, 65536, 1),
-    ],
+    "rows, model_len, expected",
+    [(64, 1024, 1), (64, 1025, 2), (64, 65536, 4), (600, 65536, 1), (300, 65536, 3), (2000, 9, 1)],
 )
-def test_splits_fit_the_scratch_and_follow_the_batch(
-    tokens: int, slots: int, model_len: int, expected: int
-) -> None:
-    rows, limits = (1 << 27) // (4 * 64), dataclasses.replace(LIMITS, model_len=model_len)
-    assert block_attention.split_plan(tokens, slots, 64, 16, rows, limits).most == expected
+def test_splits_fit_the_scratch_and_the_contexts(rows: int, model_len: int, expected: int) -> None:
+    scratch = Scratch(1000, 1, 16, DEVICE)
+    assert block_attention.split_plan(rows, model_len, scratch).most == expected
+    assert block_attention.split_plan(rows, model_len, None).most == 1
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import torch
 
 from vllm_dspark import compat
 
-WAVES = 2
+_WAVES = 2
 """Tiles per processor, at least: fewer leave processors idle in the last wave."""
 _LENGTH_PER_SLOT = 16
 """Without splits, one processor per KV head reads the longest context."""
@@ -44,7 +44,7 @@ def needs_no_splits(
         max_model_len: tokens of the longest context that is served.
     """
     requests = slots // block
-    return requests * kv_heads >= WAVES * processors and max_model_len <= _LENGTH_PER_SLOT * slots
+    return requests * kv_heads >= _WAVES * processors and max_model_len <= _LENGTH_PER_SLOT * slots
 
 
 def limit_splits(attn_groups: Iterable[Iterable[Any]], vllm_config: Any) -> None:

@@ -2,8 +2,9 @@
 """Verify blocks attended by a kernel with tiles of their size, prompts by FlashAttention.
 
 FlashAttention 3 computes tiles of 64 to 192 rows, of which a verify block fills some twenty. Blocks
-go through `kernels.verify_attention`; from the first request on that asks more, which the host's
-order puts last, the batch still goes through the host's implementation.
+go through `kernels.verify_attention` where that was measured to be faster
+(`benchmarks/verify_attention.py`); from the first request on that asks more, which the host's order
+puts last, the batch still goes through the host's implementation.
 
 Invariant: what is launched depends on shapes that are the same when a graph is captured and when it
 is replayed. Where prompts begin, and how far contexts are split, is found on the device.
@@ -22,7 +23,6 @@ import torch
 import triton
 
 from vllm_dspark import compat
-from vllm_dspark.engine.attention_splits import WAVES, needs_no_splits
 from vllm_dspark.kernels.verify_attention import (
     Scratch,
     Splits,
@@ -33,98 +33,101 @@ from vllm_dspark.kernels.verify_attention import (
 
 logger = logging.getLogger("vllm.dspark")
 
-_MOST_SPLITS, _MOST_OF_LONG = 32, 4
-"""Programs of splits that a batch does not need cost it some time as well."""
+_TILES_PER_PROCESSOR = 4
+"""With fewer requests an H200 gained nothing, and lost with long contexts."""
+_FASTER_SIZE = 64
+"""Heads of 128 fill FlashAttention's tiles better: there it was as fast, or faster."""
+_MOST_SPLITS = 4
+"""Programs of splits that a batch does not need cost it time as well."""
 _SCRATCH_BYTES = 1 << 27
-"""The largest graphs get four splits of it, with 64 heads of 64 or 32 of 128."""
 
 
-def attend_blocks(vllm_config: Any, target_layer_names: Iterable[str]) -> int:
+def attend_blocks(vllm_config: Any, target_layer_names: Iterable[str], always: bool) -> int:
     """Put the kernel before FlashAttention in those layers of the target that it can serve.
 
     Args:
         vllm_config: the host's configuration.
         target_layer_names: attention layers of the target, others among them.
+        always: also where the kernel was not measured to be faster.
 
     Returns:
         How many layers were changed.
     """
     layers = vllm_config.compilation_config.static_forward_context
     impls = [getattr(layers.get(name), "impl", None) for name in target_layer_names]
-    served = [impl for impl in impls if _can_serve(impl)]
-    if not served:
-        return 0
-    scheduler = vllm_config.scheduler_config
-    block = vllm_config.speculative_config.num_speculative_tokens + 1
-    limits = Limits(
-        block, scheduler.max_num_seqs, vllm_config.model_config.max_model_len, processors()
-    )
-    scratches: dict[tuple[int, ...], Scratch] = {}
+    served = [impl for impl in impls if _can_serve(impl, always)]
+    scratches: dict[tuple[int, ...], Scratch | None] = {}
     for impl in served:
+        limits = _limits(vllm_config, 1 if always else _least_slots(impl))
         kind = (impl.num_heads, impl.num_kv_heads, impl.head_size)
         if kind not in scratches:
-            scratches[kind] = Scratch(
-                max(
-                    _SCRATCH_BYTES // (4 * impl.head_size),
-                    impl.num_heads * scheduler.max_num_batched_tokens,
-                ),
-                scheduler.max_num_seqs * impl.num_kv_heads,
-                impl.head_size,
-                torch.device("cuda", torch.cuda.current_device()),
-            )
+            scratches[kind] = _scratch(impl, limits)
             _compile(impl, limits, scratches[kind], vllm_config)
         impl.forward = _before(impl, limits, scratches[kind])
-    logger.info("DSpark attends blocks by itself in %d of %d layers", len(served), len(impls))
+    if served:
+        logger.info("DSpark attends blocks itself in %d of %d layers", len(served), len(impls))
     return len(served)
-
-
-def processors() -> int:
-    """Streaming multiprocessors of this process's GPU."""
-    device = torch.cuda.current_device()
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What no batch exceeds, and the GPU.
+    """What bounds all batches, and the batches that go through the kernel.
 
     Args:
         block: queries of a verify block.
-        num_reqs: of a batch.
-        model_len: tokens of a context.
-        processors: streaming multiprocessors.
+        num_reqs: of a batch, at most.
+        model_len: tokens of a context, at most.
+        least_slots: for requests, of a batch that goes through the kernel.
     """
 
     block: int
     num_reqs: int
     model_len: int
-    processors: int
+    least_slots: int
 
 
-def split_plan(
-    tokens: int, slots: int, heads: int, kv_heads: int, rows: int, limits: Limits
-) -> Splits:
-    """How contexts of a batch may be split, the same for all batches of a graph.
+def _limits(vllm_config: Any, least_slots: int) -> Limits:
+    return Limits(
+        vllm_config.speculative_config.num_speculative_tokens + 1,
+        vllm_config.scheduler_config.max_num_seqs,
+        vllm_config.model_config.max_model_len,
+        least_slots,
+    )
+
+
+def _least_slots(impl: Any) -> int:
+    """Slots whose requests fill the GPU; the host picks graphs with few empty ones."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    tiles = _TILES_PER_PROCESSOR * int(properties.multi_processor_count)
+    return int(triton.cdiv(tiles, impl.num_kv_heads))
+
+
+def _scratch(impl: Any, limits: Limits) -> Scratch | None:
+    """Room for splits; None where no context is long enough."""
+    if limits.model_len <= Splits().chunk:
+        return None
+    return Scratch(
+        _SCRATCH_BYTES // (4 * impl.head_size),
+        limits.num_reqs * impl.num_kv_heads,
+        impl.head_size,
+        torch.device("cuda", torch.cuda.current_device()),
+    )
+
+
+def split_plan(rows: int, model_len: int, scratch: Scratch | None) -> Splits:
+    """How contexts may be split in all batches of a graph.
 
     Args:
-        tokens: of the batch, padding included.
-        slots: requests that the graph holds; a batch has at least one for every block of them.
-        heads: query heads of this rank.
-        kv_heads: of this rank.
-        rows: of the scratch.
-        limits: of all batches.
+        rows: query heads of all its tokens, padding included.
+        model_len: tokens of a context, at most.
+        scratch: where splits leave their sums.
     """
-    if needs_no_splits(slots, limits.block, kv_heads, limits.processors, limits.model_len):
-        return Splits()
-    fewest = max(slots // limits.block, 1) * kv_heads
-    plan = Splits(full=WAVES * limits.processors)
-    to_fill = min(triton.cdiv(plan.full, fewest), triton.cdiv(limits.model_len, plan.chunk))
-    to_share = min(_MOST_OF_LONG, triton.cdiv(limits.model_len, plan.long_chunk))
-    most = min(max(to_fill, to_share), _MOST_SPLITS, rows // (tokens * heads))
-    return dataclasses.replace(plan, most=max(most, 1))
+    room = 1 if scratch is None else scratch.rows // rows
+    most = min(_MOST_SPLITS, triton.cdiv(model_len, Splits().chunk), room)
+    return Splits(max(most, 1))
 
 
-def _can_serve(impl: Any) -> bool:
+def _can_serve(impl: Any, always: bool) -> bool:
     """Plain causal attention over a 16-bit cache, with heads that fill a tile."""
     if not compat.present(compat.FLASH_FORWARD):
         return False
@@ -144,7 +147,7 @@ def _can_serve(impl: Any) -> bool:
         and impl.dcp_world_size == 1
         and not impl.batch_invariant_enabled
         and ratio & (ratio - 1) == 0
-        and size in (64, 128, 256)
+        and (size == _FASTER_SIZE or (always and size in (32, 128, 256)))
     )
 
 
@@ -153,10 +156,11 @@ def _tiles(impl: Any, block: int) -> Tiles:
     return Tiles(queries=max(triton.next_power_of_2(block), 16 // impl.num_queries_per_kv))
 
 
-def _compile(impl: Any, limits: Limits, scratch: Scratch, vllm_config: Any) -> None:
+def _compile(impl: Any, limits: Limits, scratch: Scratch | None, vllm_config: Any) -> None:
     """Launch the kernels once, since batches without a graph would compile them in traffic."""
     heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
-    device, dtype = scratch.sums.device, vllm_config.model_config.dtype
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = vllm_config.model_config.dtype
     page = vllm_config.cache_config.block_size
     starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
     queries = torch.zeros(1, heads, size, dtype=dtype, device=device)
@@ -177,9 +181,9 @@ def _compile(impl: Any, limits: Limits, scratch: Scratch, vllm_config: Any) -> N
     from_prompts_on(starts, limits.block, limits.num_reqs)
 
 
-def _before(impl: Any, limits: Limits, scratch: Scratch) -> Any:
+def _before(impl: Any, limits: Limits, scratch: Scratch | None) -> Any:
     original, block = impl.forward, limits.block
-    tiles, heads = _tiles(impl, block), (impl.num_heads, impl.num_kv_heads)
+    tiles = _tiles(impl, block)
 
     @functools.wraps(original)
     def forward(
@@ -194,9 +198,10 @@ def _before(impl: Any, limits: Limits, scratch: Scratch) -> Any:
         **kwargs: Any,
     ) -> torch.Tensor:
         others = (layer, query, key, value, kv_cache)
-        if not _is_plain(attn_metadata, args, kwargs):
+        plain = _is_plain(attn_metadata, args, kwargs)
+        if not plain or len(attn_metadata.seq_lens) < limits.least_slots:
             return original(*others, attn_metadata, output, *args, **kwargs)
-        tokens, slots = attn_metadata.num_actual_tokens, attn_metadata.seq_lens.shape[0]
+        tokens = attn_metadata.num_actual_tokens
         keys, values = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
         verify_attention(
             query[:tokens],
@@ -209,7 +214,7 @@ def _before(impl: Any, limits: Limits, scratch: Scratch) -> Any:
             impl.scale,
             block,
             tiles,
-            split_plan(tokens, slots, *heads, scratch.rows, limits),
+            split_plan(tokens * impl.num_heads, limits.model_len, scratch),
             scratch,
         )
         if attn_metadata.max_query_len > block:

@@ -156,8 +156,9 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
         session.mixed_full_graphs = _mixed_full_graphs(session, kwargs)
         limit_splits(kwargs["attn_groups"], kwargs["vllm_config"])
-        if session.config.block_attention != "off":
-            attend_blocks(kwargs["vllm_config"], kwargs["target_layer_names"])
+        attention = session.config.block_attention
+        if attention != "off":
+            attend_blocks(kwargs["vllm_config"], kwargs["target_layer_names"], attention == "on")
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)

@@ -37,26 +37,15 @@ class Tiles:
     queries: int = 8
     keys: int = 64
     warps: int = 4
-    stages: int = 3
+    stages: int = 2
 
 
 @dataclass(frozen=True)
 class Splits:
-    """How contexts are split: where tiles leave processors idle, into as many pieces of ``chunk``
-    tokens or more as fill them, elsewhere into pieces of ``long_chunk``, so that one context does
-    not keep the others waiting.
-
-    Args:
-        most: pieces of a context.
-        full: tiles that fill the GPU.
-        chunk: tokens.
-        long_chunk: tokens.
-    """
+    """How contexts are split: into pieces of ``chunk`` tokens, or ``most`` longer ones."""
 
     most: int = 1
-    full: int = 0
-    chunk: int = 256
-    long_chunk: int = 4096
+    chunk: int = 1024
 
 
 class Scratch:
@@ -107,7 +96,7 @@ def from_prompts_on(starts: torch.Tensor, longest: int, most_reqs: int) -> torch
 
 
 # Counts that differ from batch to batch are no reason to compile anew.
-_NOT_SPECIALIZED = ["num_reqs", "pages_stride", "num_rows", "longest", "most", "full"]
+_NOT_SPECIALIZED = ["pages_stride", "num_rows", "longest", "most"]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -129,13 +118,10 @@ def _verify_attention_kernel(
     slot_stride,
     head_stride,
     pages_stride,
-    num_reqs,
     num_rows,
     longest,
     most,
-    full,
     chunk,
-    long_chunk,
     PAGE: tl.constexpr,
     RATIO: tl.constexpr,
     SIZE: tl.constexpr,
@@ -164,11 +150,7 @@ def _verify_attention_kernel(
     visible = context - count + query
     end = context - count + tl.minimum(first + QUERIES, count)
     split = tl.program_id(2)
-    # A captured graph knows its slots; how many requests are in them, the tokens tell.
-    requests = tl.maximum(tl.cdiv(tl.load(starts_ptr + num_reqs), longest), 1)
-    wanted = tl.cdiv(full, requests * tl.num_programs(1))
-    pieces = tl.where(wanted > 1, tl.minimum(tl.cdiv(end, chunk), wanted), tl.cdiv(end, long_chunk))
-    pieces = tl.minimum(pieces, most)
+    pieces = tl.minimum(tl.cdiv(end, chunk), most)
     span = tl.cdiv(tl.cdiv(end, pieces), KEYS) * KEYS
     pieces = tl.cdiv(end, span)
     if split >= pieces:
@@ -290,13 +272,10 @@ def verify_attention(
         keys.stride(1),
         keys.stride(2),
         pages.stride(0),
-        contexts.shape[0],
         num_tokens * heads,
         longest,
         splits.most,
-        splits.full,
         splits.chunk,
-        splits.long_chunk,
         PAGE=page,
         RATIO=heads // kv_heads,
         SIZE=size,
