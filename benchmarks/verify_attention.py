@@ -47,7 +47,7 @@ PROMPTS = (0, 4)
 _PROMPT, _BLOCK = 250, 8
 _MOST_REQUESTS = 256
 TILES = (Tiles(), Tiles(keys=32), Tiles(stages=3), Tiles(warps=8), Tiles(keys=128, warps=8))
-SPLITS = (Splits(), Splits(4), Splits(4, 512), Splits(4, 2048), Splits(8))
+SPLITS = (Splits(), Splits(2), Splits(4), Splits(4, 1024), Splits(4, 4096))
 
 
 @dataclass
@@ -104,7 +104,12 @@ def make_batch(
         pages=pages,
         longest_query=max(lens),
         longest_context=max(contexts),
-        scratch=Scratch((1 << 27) // (4 * size), 16384 * kv_heads, size, torch.device(device)),
+        scratch=Scratch(
+            max(splits.most for splits in SPLITS) * sum(lens) * heads,
+            len(lens) * kv_heads,
+            size,
+            torch.device(device),
+        ),
     )
 
 

@@ -65,6 +65,7 @@ def _take_over(vllm_config: Any) -> Session | None:
         pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
         speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
         graphs=_graph_obstacle(vllm_config),
+        attention=_host_length_attention(vllm_config),
     )
     wanted = _may_trim(config, vllm_config) and config.lens in ("auto", "device")
     if wanted and not session.device_obstacle:
@@ -247,6 +248,27 @@ def _graph_obstacle(vllm_config: Any) -> str:
         compilation.cudagraph_capture_sizes or (),
         vllm_config.speculative_config.num_speculative_tokens + 1,
     )
+
+
+def _host_length_attention(vllm_config: Any) -> str:
+    """Name of an attention backend that the operator has picked and that cannot run lengths which
+    only the device knows; empty if there is none. The host would refuse it once it is told of such
+    lengths, instead of picking another.
+    """
+    attention = vllm_config.attention_config
+    if not compat.present(compat.HOST_LENGTHS):
+        return ""
+    for backend in (attention.backend, *getattr(attention, "backend_per_kind", {}).values()):
+        if backend is None:
+            continue
+        try:
+            runs = backend.get_class().supports_device_cpu_query_lens_mismatch()
+        except ImportError:
+            # The host says better what is not installed.
+            continue
+        if not runs:
+            return str(backend.name)
+    return ""
 
 
 def _wrap_graph_mode(original: Any, runner: ModuleType) -> Any:

@@ -45,7 +45,7 @@ class Splits:
     """How contexts are split: into pieces of ``chunk`` tokens, or ``most`` longer ones."""
 
     most: int = 1
-    chunk: int = 1024
+    chunk: int = 512
 
 
 class Scratch:
