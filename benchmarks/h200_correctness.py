@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correctness on one GPU: kernels, captured acceptance, every verify mode against the target.
 
-    python benchmarks/h200_correctness.py [--out FILE] [--gpus N [N ...]] [pytest arguments]
+    python benchmarks/h200_correctness.py [--out FILE] [--gpus N [N ...]] [--shares N]
+        [pytest arguments]
 
 Runs `pytest tests/kernels tests/e2e -m gpu` in parts, side by side on one GPU or shared out among
 several (every engine still has one), and leaves a JSON file with what they found: `passed`,
@@ -32,7 +33,7 @@ from vllm_dspark.cli.provenance import save
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 560
 SHARES = 4
-"""Processes per GPU that share the engines; each holds one at a time, of a fifth of the memory."""
+"""Processes per GPU that share the engines; each holds one at a time, of a few GiB."""
 NATIVE = "tests/e2e/test_gpu_modes.py::test_native_dspark_beside_ours"
 ACCEPTANCE = "tests/e2e/test_gpu_modes.py::test_acceptance_is_the_same_in_every_loop"
 """Compares all modes with each other, so it is done on what all shares have found."""
@@ -55,10 +56,10 @@ class Part:
         )
 
 
-def parts(gpus: Sequence[int] | None = None) -> dict[str, Part]:
-    """Parts by name: the kernels, and the engines in `SHARES` per GPU."""
+def parts(gpus: Sequence[int] | None = None, shares: int = SHARES) -> dict[str, Part]:
+    """Parts by name: the kernels, and the engines in `shares` per GPU."""
     places = list(gpus or [None])
-    every = SHARES * len(places)
+    every = shares * len(places)
     found = {"kernels": Part(["tests/kernels"], places[-1])}
     for share in range(every):
         tests = ["tests/e2e", "--share", f"{share}/{every}", "--deselect", ACCEPTANCE]
@@ -105,8 +106,11 @@ def main() -> int:
     )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="stop the tests after this")
     parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="share out among these")
+    parser.add_argument(
+        "--shares", type=int, default=SHARES, metavar="N", help="engines at a time per GPU"
+    )
     options, further = parser.parse_known_args()
-    planned = parts(options.gpus)
+    planned = parts(options.gpus, options.shares)
     deadline = time.monotonic() + options.limit_s
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / f"{name}.json" for name in planned}

@@ -25,29 +25,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from device_timing import median_ms
 
 from vllm_dspark.cli.provenance import header, save
+from vllm_dspark.kernels.verify_attention import (
+    Scratch,
+    Splits,
+    Tiles,
+    from_prompts_on,
+    verify_attention,
+    verify_attention_reference,
+)
 
 PAGE = 16
 SHAPES = {"8b, heads of 64": (64, 16, 64), "8b, heads of 128": (32, 8, 128)}
 """Query heads, KV heads, size of a head."""
-BATCHES = tuple(itertools.product((32, 64, 128, 256), (400, 2000)))
+BATCHES = tuple(itertools.product((1, 8, 32, 128, 256), (400, 2000)))
 """Requests and mean context."""
 PROMPTS = (0, 4)
 """Requests that read a prompt in the same step."""
-_PROMPT = 250
-OPTIONS = (
-    (4, 64, 4, 3),
-    (8, 32, 4, 3),
-    (8, 64, 4, 2),
-    (8, 64, 4, 3),
-    (8, 64, 8, 3),
-    (8, 128, 8, 2),
-)
-"""Queries of a tile, keys of a tile, warps, stages."""
+_PROMPT, _BLOCK = 250, 8
+_MOST_REQUESTS = 256
+TILES = (Tiles(), Tiles(keys=32), Tiles(stages=3), Tiles(warps=8), Tiles(keys=128, warps=8))
+SPLITS = (Splits(), Splits(2), Splits(4), Splits(4, 1024), Splits(4, 4096))
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Batch:
     """`[num_reqs, max_pages]` int32."""
     longest_query: int
     longest_context: int
+    scratch: Scratch
 
     @property
     def scale(self) -> float:
@@ -103,91 +104,21 @@ def make_batch(
         pages=pages,
         longest_query=max(lens),
         longest_context=max(contexts),
+        scratch=Scratch(
+            max(splits.most for splits in SPLITS) * sum(lens) * heads,
+            len(lens) * kv_heads,
+            size,
+            torch.device(device),
+        ),
     )
 
 
 # ------------------------------------------------------------------ small tiles
 
 
-@triton.jit
-def _block_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    starts_ptr,
-    contexts_ptr,
-    pages_ptr,
-    scale,
-    row_stride,
-    page_stride,
-    slot_stride,
-    head_stride,
-    pages_stride,
-    num_reqs,
-    PAGE: tl.constexpr,
-    RATIO: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One program: `BLOCK_Q` queries of one request, all heads of one KV head. Where a request has
-    its first program depends on the queries before it, rounded up by one program for each request.
-    """
-    program, kv_head = tl.program_id(0), tl.program_id(1)
-    request, beyond = 0, num_reqs
-    while beyond - request > 1:
-        middle = (request + beyond) // 2
-        if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= program:
-            request = middle
-        else:
-            beyond = middle
-    start = tl.load(starts_ptr + request)
-    count = tl.load(starts_ptr + request + 1) - start
-    first = (program - start // BLOCK_Q - request) * BLOCK_Q
-    if first >= count:
-        return
-    context = tl.load(contexts_ptr + request)
-    rows = tl.arange(0, BLOCK_Q * RATIO)
-    query = first + rows // RATIO
-    dims = tl.arange(0, SIZE)
-    place = (start + query) * row_stride + (kv_head * RATIO + rows % RATIO) * SIZE
-    inside = query < count
-    # Base-two exponentials are one instruction.
-    q = tl.load(q_ptr + place[:, None] + dims, mask=inside[:, None], other=0.0)
-    visible = context - count + query
-    end = context - count + tl.minimum(first + BLOCK_Q, count)
-    top = tl.full([BLOCK_Q * RATIO], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q * RATIO], tl.float32)
-    acc = tl.zeros([BLOCK_Q * RATIO, SIZE], tl.float32)
-    for tile in range(0, end, TILE):
-        keys = tile + tl.arange(0, TILE)
-        known = keys < end
-        page = tl.load(pages_ptr + request * pages_stride + keys // PAGE, mask=known, other=0)
-        at = page.to(tl.int64) * page_stride + (keys % PAGE) * slot_stride + kv_head * head_stride
-        k = tl.load(k_ptr + at[:, None] + dims, mask=known[:, None], other=0.0)
-        v = tl.load(v_ptr + at[:, None] + dims, mask=known[:, None], other=0.0)
-        s = tl.dot(q, tl.trans(k)) * scale
-        s = tl.where(keys[None, :] <= visible[:, None], s, float("-inf"))
-        # The first key is visible to every row, so no maximum stays infinite.
-        higher = tl.maximum(top, tl.max(s, axis=1))
-        p = tl.exp2(s - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v)
-        top = higher
-    acc = acc / total[:, None]
-    tl.store(out_ptr + place[:, None] + dims, acc.to(q.dtype), mask=inside[:, None])
-
-
-def small_tiles(
-    batch: Batch, block_q: int = 8, tile: int = 64, warps: int = 4, stages: int = 2
-) -> torch.Tensor:
-    """Attention `[num_tokens, heads, size]` with tiles of `block_q` queries by `tile` keys."""
-    heads, size = batch.queries.shape[1:]
-    kv_heads = batch.keys.shape[2]
-    grid = (len(batch.queries) // block_q + len(batch.contexts), kv_heads)
-    _block_kernel[grid](
+def small_tiles(batch: Batch, longest: int, tiles: Tiles, splits: Splits) -> None:
+    """Attention of requests with at most `longest` queries."""
+    verify_attention(
         batch.queries,
         batch.keys,
         batch.values,
@@ -195,43 +126,32 @@ def small_tiles(
         batch.starts,
         batch.contexts,
         batch.pages,
-        batch.scale * 1.4426950408889634,
-        batch.queries.stride(0),
-        batch.keys.stride(0),
-        batch.keys.stride(1),
-        batch.keys.stride(2),
-        batch.pages.stride(0),
-        len(batch.contexts),
-        PAGE=PAGE,
-        RATIO=heads // kv_heads,
-        SIZE=size,
-        BLOCK_Q=block_q,
-        TILE=tile,
-        num_warps=warps,
-        num_stages=stages,
+        batch.scale,
+        longest,
+        tiles,
+        splits,
+        batch.scratch,
     )
-    return batch.out
+
+
+def with_prompts(batch: Batch, longest: int, tiles: Tiles, splits: Splits) -> None:
+    """Small tiles for blocks, FlashAttention from the first prompt on."""
+    small_tiles(batch, longest, tiles, splits)
+    rest = from_prompts_on(batch.starts, longest, _MOST_REQUESTS)
+    flash_launch(batch, 1, rest, None)
 
 
 def reference(batch: Batch) -> torch.Tensor:
-    """The naive twin: every request alone, in float32."""
-    out = torch.empty_like(batch.queries)
-    ratio = batch.queries.shape[1] // batch.keys.shape[2]
-    starts = batch.starts.tolist()
-    for row, context in enumerate(batch.contexts.tolist()):
-        mine = slice(starts[row], starts[row + 1])
-        pages = batch.pages[row, : -(-context // PAGE)].long()
-        keys, values = (
-            cache[pages].flatten(0, 1)[:context].float().repeat_interleave(ratio, dim=1)
-            for cache in (batch.keys, batch.values)
-        )
-        scores = torch.einsum("qhd,khd->hqk", batch.queries[mine].float(), keys) * batch.scale
-        count = starts[row + 1] - starts[row]
-        seen = torch.arange(context - count, context, device=scores.device)[:, None]
-        hidden = torch.arange(context, device=scores.device) > seen
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-        out[mine] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
-    return out
+    """What all of them compute."""
+    return verify_attention_reference(
+        batch.queries,
+        batch.keys,
+        batch.values,
+        batch.starts,
+        batch.contexts,
+        batch.pages,
+        batch.scale,
+    )
 
 
 # ------------------------------------------------------------------ the host's kernels
@@ -256,7 +176,7 @@ def _arguments(batch: Batch) -> dict[str, Any]:
 
 def flash(batch: Batch, splits: int) -> Callable[[], Any]:
     """FlashAttention 3 as vLLM calls it in a graph, planned ahead."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+    from vllm.vllm_flash_attn import get_scheduler_metadata
 
     heads, size = batch.queries.shape[1:]
     plan = get_scheduler_metadata(
@@ -273,8 +193,17 @@ def flash(batch: Batch, splits: int) -> Callable[[], Any]:
         causal=True,
         num_splits=splits,
     )
-    return lambda: flash_attn_varlen_func(
-        **_arguments(batch),
+    return lambda: flash_launch(batch, splits, batch.starts, plan)
+
+
+def flash_launch(
+    batch: Batch, splits: int, starts: torch.Tensor, plan: torch.Tensor | None
+) -> None:
+    """FlashAttention 3 on the queries that `starts` names, planned ahead or by itself."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    flash_attn_varlen_func(
+        **_arguments(batch) | {"cu_seqlens_q": starts},
         scheduler_metadata=plan,
         num_splits=splits,
         fa_version=3,
@@ -319,7 +248,7 @@ def draw(requests: int, mean: int, prompts: int) -> tuple[list[int], list[int]]:
     generator = torch.Generator().manual_seed(requests + mean)
     lens = torch.randint(2, 9, (requests,), generator=generator).tolist()
     contexts = torch.randint(mean // 2, mean * 3 // 2, (requests,), generator=generator).tolist()
-    for row in range(prompts):
+    for row in range(max(requests - prompts, 0), requests):
         lens[row] = _PROMPT
         contexts[row] = max(contexts[row], _PROMPT)
     return lens, contexts
@@ -334,18 +263,20 @@ def row(name: str, requests: int, mean: int, prompts: int, read_tb_s: float) -> 
     shape = SHAPES[name]
     lens, contexts = draw(requests, mean, prompts)
     batch = make_batch(shape, lens, contexts, "cuda")
-    tiles = {choice: functools.partial(small_tiles, batch, *choice) for choice in OPTIONS}
+    body = with_prompts if prompts else small_tiles
+    choices = [(tiles, SPLITS[0]) for tiles in TILES] + [(TILES[0], s) for s in SPLITS[1:]]
+    tiles = {label(*choice): functools.partial(body, batch, _BLOCK, *choice) for choice in choices}
     host = {
         "flash_32_splits": flash(batch, 32),
         "flash_1_split": flash(batch, 1),
         "host_triton": host_triton(batch),
     }
     wanted, times = reference(batch), {}
-    for label, body in (host | tiles).items():
+    for kernel, body in (host | tiles).items():
         batch.out.zero_()
-        times[label] = microseconds(body)
+        times[kernel] = microseconds(body)
         if difference(batch.out, wanted) > 0.02:
-            raise RuntimeError(f"{label} differs from its definition on {requests} requests")
+            raise RuntimeError(f"{kernel} differs from its definition on {requests} requests")
     best = min(tiles, key=times.__getitem__)
     read = 2 * sum(contexts) * shape[1] * shape[2] * batch.keys.element_size()
     return {
@@ -354,12 +285,19 @@ def row(name: str, requests: int, mean: int, prompts: int, read_tb_s: float) -> 
         "prompts": prompts,
         "queries": sum(lens),
         "context_tokens": sum(contexts),
-        **{label: times[label] for label in host},
-        "small_tiles": times[best],
-        "options": " ".join(map(str, best)),
-        "by_options": {" ".join(map(str, choice)): times[choice] for choice in tiles},
+        **{kernel: times[kernel] for kernel in host},
+        "small_tiles": times[label(*choices[0])],
+        "best_options": best,
+        "by_options": {choice: times[choice] for choice in tiles},
         "read_bound": round(read / read_tb_s / 1e6, 1),
     }
+
+
+def label(tiles: Tiles, splits: Splits) -> str:
+    """Options in short."""
+    chunk = f" of {splits.chunk}" if splits.most > 1 else ""
+    sizes = f"{tiles.keys} keys, {tiles.warps} warps, {tiles.stages} stages"
+    return f"{sizes}, {splits.most} splits{chunk}"
 
 
 def difference(out: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -376,6 +314,8 @@ def main() -> int:
     made_by = header(["python", *sys.argv], options.commit)
     found = []
     for name, (requests, mean), prompts in itertools.product(SHAPES, BATCHES, PROMPTS):
+        if prompts > requests:
+            continue
         found.append(row(name, requests, mean, prompts, options.read_tb_s))
         print(found[-1], flush=True)
     if options.out:

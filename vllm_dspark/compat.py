@@ -119,10 +119,51 @@ FLASH_BUILD = HostSymbol(
     optional=True,
 )
 
+FLASH_FORWARD = HostSymbol(
+    "vllm.v1.attention.backends.flash_attn",
+    "FlashAttentionImpl.forward",
+    ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    "wrapped",
+    "Verify blocks go through a kernel with tiles of their size (in the target's layers of a DSpark"
+    " server); prompts, and whatever is not plain causal attention, reach the original.",
+    _ISSUES + "36219",
+    "vLLM's attention has tiles for a few queries per request",
+    optional=True,
+)
+FLASH_METADATA = HostSymbol(
+    "vllm.v1.attention.backends.flash_attn",
+    "FlashAttentionMetadata",
+    (
+        *("num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens"),
+        *("block_table", "slot_mapping", "scheduler_metadata", "max_num_splits", "causal"),
+        *("mm_prefix_query_range_tensor", "rswa_prefix_lens"),
+    ),
+    "called",
+    "The plan of a step: where its verify blocks and prompts lie, and what else is asked of them.",
+    _ISSUES + "36219",
+    "vLLM's attention has tiles for a few queries per request",
+    optional=True,
+)
+
+HOST_LENGTHS = HostSymbol(
+    "vllm.v1.attention.backend",
+    "AttentionBackend.supports_device_cpu_query_lens_mismatch",
+    (),
+    "called",
+    "A backend that reads lengths on the host is told of none that only the device knows: the host"
+    " would refuse the operator's choice.",
+    _ISSUES + "36219",
+    "backends are asked after the verify mode is known",
+    optional=True,
+)
+
 HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     QUANTIZED_HEAD,
     *QUANTIZED_LINEAR,
     FLASH_BUILD,
+    FLASH_FORWARD,
+    FLASH_METADATA,
+    HOST_LENGTHS,
     HostSymbol(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",

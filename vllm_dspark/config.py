@@ -93,6 +93,12 @@ class DSparkConfig(BaseModel):
         "backends replay any batch and no KV connector is configured, or the host's piecewise "
         "ones.",
     )
+    block_attention: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Attention of verify blocks by a kernel with tiles of their size, instead of "
+        "FlashAttention 3: in large batches with heads of 64, where it was measured to be faster, "
+        "wherever it can compute it, or never.",
+    )
     min_gain: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.02, description="Predicted gain in tokens per second that a trimmed step must promise."
     )

@@ -268,8 +268,10 @@ class Engine:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self._log.seek(0)
-        tail = self._log.read().decode(errors="replace")[-LOG_TAIL:]
-        return EngineFailure(f"{what}\n--- log of the engine ---\n{tail}")
+        log = self._log.read().decode(errors="replace").splitlines(keepends=True)
+        # A stack dump ends with this list, which would leave no room for the stacks.
+        tail = "".join(line for line in log if not line.startswith("Extension modules:"))
+        return EngineFailure(f"{what}\n--- log of the engine ---\n{tail[-LOG_TAIL:]}")
 
 
 def request(prompt: Any, *, adapter: str | None = None, **sampling: Any) -> dict[str, Any]:

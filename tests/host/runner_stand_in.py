@@ -78,6 +78,7 @@ def configuration(
     kv_connector: bool = False,
     data_parallel_size: int = 1,
     reports: str = "",
+    attention: Any = None,
     **dspark: Any,
 ) -> SimpleNamespace:
     """As much of a host configuration as is read; `dspark` are the plugin's options."""
@@ -90,6 +91,7 @@ def configuration(
         ),
         additional_config={"dspark": {"metrics": False, **dspark}},
         compilation_config=SimpleNamespace(
+            static_forward_context={},
             cudagraph_mode=SimpleNamespace(
                 has_full_cudagraphs=lambda: full_graphs, name="FULL" if full_graphs else "NONE"
             ),
@@ -105,7 +107,7 @@ def configuration(
             dtype="torch.bfloat16",
             hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=8, model_type="qwen3"),
         ),
-        attention_config=AttentionConfig(),
+        attention_config=attention or AttentionConfig(),
         lora_config=object() if lora else None,
         kv_transfer_config=object() if kv_connector else None,
         scheduler_config=SimpleNamespace(async_scheduling=True),

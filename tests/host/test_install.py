@@ -24,6 +24,7 @@ from runner_stand_in import (
 )
 from stand_ins import Namespace as SimpleNamespace
 from stand_ins import lose
+from vllm.config import AttentionConfig
 
 from vllm_dspark import compat
 from vllm_dspark.compat import MissingHookError
@@ -270,6 +271,47 @@ def test_backends_are_told_that_host_lengths_may_lie_only_where_they_may(
     config = configuration(**options)
     take_over(runner, host, config)
     assert config.speculative_config.enable_adaptive_verification is wanted
+
+
+class Backend:
+    """A backend as the operator names it."""
+
+    name = "FLASHY"
+
+    def __init__(self, answer: bool | None) -> None:
+        self.answer = answer
+
+    def get_class(self) -> Any:
+        if self.answer is None:
+            raise ImportError("no module named flashy")
+        return SimpleNamespace(supports_device_cpu_query_lens_mismatch=lambda: self.answer)
+
+
+@pytest.mark.parametrize("answer", [True, False, None], ids=["runs", "refuses", "not installed"])
+@pytest.mark.parametrize("kind", [False, True], ids=["for all layers", "for some layers"])
+def test_a_backend_that_the_operator_picked_is_not_told_what_it_would_refuse(
+    runner: ModuleType, host: Recorder, answer: bool | None, kind: bool
+) -> None:
+    install.bind(runner)
+    picked = Backend(answer)
+    attention = SimpleNamespace(
+        backend=None if kind else picked, backend_per_kind={"full": picked} if kind else {}
+    )
+    config = configuration(full_graphs=True, attention=attention)
+    opened = take_over(runner, host, config)
+    refuses = answer is False
+    assert config.speculative_config.enable_adaptive_verification is not refuses
+    assert opened.device_obstacle == (
+        "FLASHY attention reads the lengths of a batch on the host" if refuses else ""
+    )
+
+
+def test_the_hosts_triton_attention_runs_lengths_of_the_device(
+    runner: ModuleType, host: Recorder
+) -> None:
+    install.bind(runner)
+    config = configuration(full_graphs=True, attention=AttentionConfig(backend="TRITON_ATTN"))
+    assert take_over(runner, host, config).device_obstacle == ""
 
 
 @pytest.fixture

@@ -1,55 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that `benchmarks/verify_attention.py` times computes attention."""
+"""Attention with tiles as small as a block, against its definition."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import ModuleType
+import itertools
+from typing import Any
 
 import pytest
 import torch
 from batches import DEVICE
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from vllm_dspark.kernels.verify_attention import (
+    Scratch,
+    Splits,
+    Tiles,
+    from_prompts_on,
+    verify_attention,
+    verify_attention_reference,
+)
+
+PAGE, HEADS, KV_HEADS, BLOCK = 16, 8, 2, 8
+BATCHES = {
+    "one token": ([1], [1]),
+    "a block alone": ([8], [8]),
+    "blocks": ([3, 1, 8, 5], [40, 1, 23, 64]),
+    "a slot without a request": ([8, 2, 0], [20, 2, 0]),
+    "prompts": ([2, 1, 37, 12], [17, 16, 50, 12]),
+    "a short request after a prompt": ([2, 9, 3], [17, 50, 70]),
+    "a prompt alone": ([33], [33]),
+}
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture(autouse=True)
+def by_value() -> None:
     if DEVICE.type == "cpu":
         from vllm_dspark.cpu import interpreter
 
         # As it comes, it multiplies the bits of 16-bit floats.
         assert interpreter.install()
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import verify_attention
 
-    return verify_attention
+
+def operands(name: str, dtype: torch.dtype, size: int = 16) -> dict[str, Any]:
+    """Operands of a layer, pages in random order, a key and its value side by side."""
+    lens, contexts = BATCHES[name]
+    torch.manual_seed(len(lens))
+    needed = [-(-length // PAGE) for length in contexts]
+    pages = torch.zeros(len(lens), max(needed), dtype=torch.int32)
+    for row, mine in enumerate(torch.randperm(sum(needed)).int().split(needed)):
+        pages[row, : len(mine)] = mine
+    cache = torch.randn(sum(needed), PAGE, KV_HEADS, 2 * size, device=DEVICE).to(dtype)
+    keys, values = cache.split(size, dim=-1)
+    starts = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE)
+    return {
+        "queries": torch.randn(sum(lens), HEADS, size, device=DEVICE).to(dtype),
+        "keys": keys,
+        "values": values,
+        "starts": starts,
+        "contexts": torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+        "pages": pages.to(DEVICE),
+        "scale": size**-0.5,
+    }
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether they differ by less than rounding makes them."""
+    # Matrix products of float32 are rounded to 19 bits on a GPU.
+    coarse = got.dtype is torch.bfloat16 or DEVICE.type == "cuda"
+    return bool((got.float() - want.float()).abs().max() < (0.03 if coarse else 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_q, tile", [(4, 32), (8, 16)])
-@pytest.mark.parametrize(
-    "lens, contexts",
-    [
-        ([1], [1]),
-        ([8], [8]),
-        ([3, 1, 8, 5], [40, 1, 23, 64]),
-        ([1, 37, 2], [17, 50, 16]),
-    ],
-    ids=["one token", "a block alone", "blocks", "with a prompt"],
-)
-def test_small_tiles_equal_their_definition(
-    bench: ModuleType,
-    lens: list[int],
-    contexts: list[int],
-    block_q: int,
-    tile: int,
-    dtype: torch.dtype,
+@pytest.mark.parametrize("tiles", [Tiles(4, 32, 4, 2), Tiles(8, 16, 4, 2)], ids=str)
+@pytest.mark.parametrize("name", BATCHES)
+def test_requests_of_a_block_equal_the_definition_and_others_are_left(
+    name: str, tiles: Tiles, dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(len(lens))
-    batch = bench.make_batch((8, 2, 16), lens, contexts, DEVICE, dtype)
-    batch.out.fill_(float("nan"))
-    got = bench.small_tiles(batch, block_q, tile)
-    # Matrix products of float32 are rounded to 19 bits on a GPU.
-    limit = 0.02 if dtype is torch.bfloat16 or DEVICE.type == "cuda" else 1e-5
-    assert bench.difference(got, bench.reference(batch)) < limit
+    given = operands(name, dtype)
+    out = torch.full_like(given["queries"], float("nan"))
+    verify_attention(**given, out=out, longest=BLOCK, tiles=tiles)
+    want = verify_attention_reference(**given)
+    for start, end in itertools.pairwise(given["starts"].tolist()):
+        mine = slice(start, end)
+        if end - start > BLOCK:
+            assert out[mine].isnan().all()
+        elif end > start:
+            assert close(out[mine], want[mine])
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        Splits(2, 16),
+        Splits(8, 16),
+        Splits(8, 48),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", BATCHES)
+def test_splits_put_together_equal_the_definition(name: str, splits: Splits) -> None:
+    given = operands(name, torch.bfloat16)
+    tokens, slots = len(given["queries"]), len(given["contexts"])
+    scratch = Scratch(8 * tokens * HEADS, 8 * slots * KV_HEADS, 16, DEVICE)
+    want = verify_attention_reference(**given)
+    # The counters are good for another launch.
+    for _ in range(2):
+        out = torch.full_like(given["queries"], float("nan"))
+        tiles = Tiles(8, 16, 4, 2)
+        verify_attention(**given, out=out, longest=64, tiles=tiles, splits=splits, scratch=scratch)
+        assert close(out, want)
+        assert not scratch.ended.any()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_rest_of_a_batch_begins_with_its_first_prompt(name: str) -> None:
+    lens, _ = BATCHES[name]
+    starts = operands(name, torch.float32)["starts"]
+    rest = from_prompts_on(starts, BLOCK, most_reqs=6)
+    first = next((row for row, count in enumerate(lens) if count > BLOCK), len(lens))
+    left = [0 if row < first else count for row, count in enumerate(lens)]
+    assert rest.diff().tolist() == left
+    assert rest[first:].tolist() == starts[first:].tolist()

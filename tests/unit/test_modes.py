@@ -163,6 +163,7 @@ def test_a_configuration_without_a_device_obstacle() -> None:
         ({"lora": True}, "LoRA"),
         ({"pipeline_parallel_size": 2}, "pipeline stage"),
         ({"speculative_tokens": 1}, "nothing to split"),
+        ({"attention": "FLASHINFER"}, "FLASHINFER attention reads"),
     ],
 )
 def test_configurations_with_a_device_obstacle(change: dict[str, Any], word: str) -> None:

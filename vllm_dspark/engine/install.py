@@ -65,6 +65,7 @@ def _take_over(vllm_config: Any) -> Session | None:
         pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
         speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
         graphs=_graph_obstacle(vllm_config),
+        attention=_host_length_attention(vllm_config),
     )
     wanted = _may_trim(config, vllm_config) and config.lens in ("auto", "device")
     if wanted and not session.device_obstacle:
@@ -149,12 +150,16 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
             return original(**kwargs)
         from vllm_dspark.engine import assembly
         from vllm_dspark.engine.attention_splits import limit_splits
+        from vllm_dspark.engine.block_attention import attend_blocks
 
         refusal = session.device_obstacle or _refusal(original, kwargs)
         session.resolved = resolve(session.config, host_facts(kwargs["vllm_config"], refusal))
         logger.info("DSpark verify mode %s: %s", session.mode, session.resolved.why)
         session.mixed_full_graphs = _mixed_full_graphs(session, kwargs)
         limit_splits(kwargs["attn_groups"], kwargs["vllm_config"])
+        attention = session.config.block_attention
+        if attention != "off":
+            attend_blocks(kwargs["vllm_config"], kwargs["target_layer_names"], attention == "on")
         manager = original(**{**kwargs, "enable_adaptive_verification": False})
         if session.mode is VerifyMode.STATIC and not session.config.metrics:
             session.attach_planner(None)
@@ -243,6 +248,27 @@ def _graph_obstacle(vllm_config: Any) -> str:
         compilation.cudagraph_capture_sizes or (),
         vllm_config.speculative_config.num_speculative_tokens + 1,
     )
+
+
+def _host_length_attention(vllm_config: Any) -> str:
+    """Name of an attention backend that the operator has picked and that cannot run lengths which
+    only the device knows; empty if there is none. The host would refuse it once it is told of such
+    lengths, instead of picking another.
+    """
+    attention = vllm_config.attention_config
+    if not compat.present(compat.HOST_LENGTHS):
+        return ""
+    for backend in (attention.backend, *getattr(attention, "backend_per_kind", {}).values()):
+        if backend is None:
+            continue
+        try:
+            runs = backend.get_class().supports_device_cpu_query_lens_mismatch()
+        except ImportError:
+            # The host says better what is not installed.
+            continue
+        if not runs:
+            return str(backend.name)
+    return ""
 
 
 def _wrap_graph_mode(original: Any, runner: ModuleType) -> Any:

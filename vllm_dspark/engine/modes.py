@@ -123,14 +123,18 @@ def device_obstacle(
     pipeline_parallel_size: int,
     speculative_tokens: int,
     graphs: str = "",
+    attention: str = "",
 ) -> str:
     """Why the device cannot fix lengths, as far as the configuration tells; empty if it can.
 
-    Attention backends have their own say later, see ``HostFacts.device_obstacle``. ``graphs`` is
-    the answer of ``graph_obstacle``.
+    Attention backends that the host picks by itself have their say later, see
+    ``HostFacts.device_obstacle``. ``graphs`` is the answer of ``graph_obstacle``, ``attention`` is
+    the backend that the operator has picked if it reads lengths on the host.
     """
     if graphs:
         return graphs
+    if attention:
+        return f"{attention} attention reads the lengths of a batch on the host"
     if not full_graphs:
         return "decode steps replay no full CUDA graphs"
     if lora:
