@@ -96,7 +96,7 @@ ON_GPU = Place(
         },
         "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
     },
-    start_limit_s=150.0,
+    start_limit_s=240.0,
     call_limit_s=90.0,
 )
 

@@ -53,15 +53,23 @@ class Layer:
         self.plans: list[Any] = []
         original = forward or self.impl.forward
 
-        def recording(layer: Any, *operands: Any, **further: Any) -> Any:
-            self.plans.append(operands[4])
-            return original(layer, *operands, **further)
+        def recording(*operands: Any, **further: Any) -> Any:
+            self.plans.append(operands[5])
+            return original(*operands, **further)
 
         self.impl.forward = recording
 
 
 def definition(
-    layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, plan: Any, output: Any, *rest: Any
+    layer: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    kv_cache: Any,
+    plan: Any,
+    output: Any,
+    output_scale: Any = None,
+    output_block_scale: Any = None,
 ) -> Any:
     """FlashAttention's implementation where there is no GPU."""
     size = query.shape[-1]
@@ -137,7 +145,9 @@ def step(layer: Layer, name: str, **changes: Any) -> bool:
             **changes,
         }
     )
-    answer = layer.impl.forward(layer, query, None, None, cache.transpose(1, 2), plan, output)
+    # As the host's custom op calls it.
+    further = {"output": output, "output_scale": None, "output_block_scale": None}
+    answer = layer.impl.forward(layer, query, None, None, cache.transpose(1, 2), plan, **further)
     assert answer is output
     keys, values = cache.split(SIZE, dim=-1)
     operands = (query[:tokens], keys, values, starts, plan.seq_lens, plan.block_table, SIZE**-0.5)
