@@ -302,6 +302,26 @@ def test_splits_follow_the_batch_and_fit_the_scratch(
     assert block_attention.split_plan(slots, rows, limits, None).most == 1
 
 
+@pytest.mark.parametrize(
+    "heads, block, queries", [(2, 8, 16), (8, 8, 8), (8, 5, 8), (32, 16, 8), (256, 8, 1)]
+)
+def test_a_tile_holds_a_block_of_few_rows(
+    make_layer: Callable[..., Layer], heads: int, block: int, queries: int
+) -> None:
+    impl = make_layer(num_heads=heads).impl
+    assert block_attention._tiles(impl, block).queries == queries
+
+
+def test_blocks_of_several_tiles(make_layer: Callable[..., Layer]) -> None:
+    layer = make_layer()
+    config = configuration(layer)
+    config.speculative_config.num_speculative_tokens = 39
+    assert block_attention.attend_blocks(config, {"layer 0"}, always=True) == 1
+    layer.plans.clear()
+    assert step(layer, "prompts") and step(layer, "long contexts")
+    assert layer.plans == []
+
+
 def test_limits_count_tiles_of_all_kv_heads(make_layer: Callable[..., Layer]) -> None:
     layer = make_layer(num_kv_heads=8)
     limits = block_attention._limits(configuration(layer), layer.impl)

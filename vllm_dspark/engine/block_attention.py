@@ -47,6 +47,8 @@ _FASTER_SIZE = 64
 """Heads of 128 fill FlashAttention's tiles better: there it was as fast, or faster."""
 _MOST_SPLITS = 4
 """Programs of splits that a batch does not need cost it time as well."""
+_MOST_ROWS = 128
+"""Of a tile, queries times heads: what a program's registers hold."""
 _SCRATCH_BYTES = 1 << 27
 
 
@@ -140,6 +142,7 @@ def _can_serve(impl: Any, always: bool) -> bool:
         and impl.total_cp_world_size == 1
         and not impl.batch_invariant_enabled
         and ratio & (ratio - 1) == 0
+        and ratio <= _MOST_ROWS
         and (size == _FASTER_SIZE or (always and size in (32, 128, 256)))
     )
 
@@ -166,13 +169,20 @@ def _processors() -> int:
     return int(properties.multi_processor_count)
 
 
+def _tiles(impl: Any, block: int) -> Tiles:
+    """A tile holds a whole block if that is few enough rows, and the 16 of a matrix product."""
+    ratio = impl.num_queries_per_kv
+    return Tiles(queries=min(max(triton.next_power_of_2(block), 16 // ratio), _MOST_ROWS // ratio))
+
+
 def _scratch(impl: Any, limits: Limits, device: torch.device) -> Scratch | None:
     """Room for splits; None where no context is long enough."""
     if limits.model_len <= _CHUNK:
         return None
+    queries = _tiles(impl, limits.block).queries
     return Scratch(
         _SCRATCH_BYTES // (4 * impl.head_size),
-        limits.num_reqs * impl.num_kv_heads,
+        limits.num_reqs * impl.num_kv_heads * triton.cdiv(limits.block, queries),
         impl.head_size,
         device,
     )
@@ -194,10 +204,7 @@ def split_plan(slots: int, rows: int, limits: Limits, scratch: Scratch | None) -
 
 
 def _before(impl: Any, limits: Limits, scratch: Scratch | None) -> Any:
-    original, block = impl.forward, limits.block
-    # A tile holds a whole block, and at least the 16 rows of a matrix product.
-    queries = max(triton.next_power_of_2(block), 16 // impl.num_queries_per_kv)
-    tiles = Tiles(queries=queries)
+    original, block, tiles = impl.forward, limits.block, _tiles(impl, limits.block)
 
     @functools.wraps(original)
     def forward(
