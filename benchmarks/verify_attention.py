@@ -5,10 +5,10 @@
 
 A verify step asks few queries of each context: five of them, on four heads of one KV head, are 20
 rows, where FlashAttention 3 computes tiles of 64 to 192. Rows hold one batch: times of the host's
-kernels (FlashAttention 3 with vLLM's 32 splits and with one, and vLLM's Triton kernel), of a kernel
-whose tile is one block of drafts, for several launch options, and the time in which the keys and
-values alone could be read (`ceilings.py`). All run in CUDA graphs; medians over replays, in
-microseconds per layer.
+kernels (FlashAttention 3 with vLLM's 32 splits and with one, the same on blocks and prompts apart,
+and vLLM's Triton kernel), of a kernel whose tile is one block of drafts, for several launch options,
+and the time in which the keys and values alone could be read (`ceilings.py`). All run in CUDA
+graphs; medians over replays, in microseconds per layer.
 
 Rows are a 16-bit cache in pages, causal, no window: what the 8B shapes of `serving.py` serve.
 """
@@ -196,14 +196,27 @@ def flash(batch: Batch, splits: int) -> Callable[[], Any]:
     return lambda: flash_launch(batch, splits, batch.starts, plan)
 
 
+def flash_apart(batch: Batch) -> None:
+    """FlashAttention 3 on the blocks, whose heads it packs into tiles, and then on the prompts."""
+    rest = from_prompts_on(batch.starts, _BLOCK, _MOST_REQUESTS)
+    # The first entry is where prompts begin.
+    flash_launch(batch, 1, torch.minimum(batch.starts, rest[0]), None, longest_query=_BLOCK)
+    flash_launch(batch, 1, rest, None)
+
+
 def flash_launch(
-    batch: Batch, splits: int, starts: torch.Tensor, plan: torch.Tensor | None
+    batch: Batch,
+    splits: int,
+    starts: torch.Tensor,
+    plan: torch.Tensor | None,
+    longest_query: int = 0,
 ) -> None:
     """FlashAttention 3 on the queries that `starts` names, planned ahead or by itself."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+    longest_query = longest_query or batch.longest_query
     flash_attn_varlen_func(
-        **_arguments(batch) | {"cu_seqlens_q": starts},
+        **_arguments(batch) | {"cu_seqlens_q": starts, "max_seqlen_q": longest_query},
         scheduler_metadata=plan,
         num_splits=splits,
         fa_version=3,
@@ -269,6 +282,7 @@ def row(name: str, requests: int, mean: int, prompts: int, read_tb_s: float) -> 
     host = {
         "flash_32_splits": flash(batch, 32),
         "flash_1_split": flash(batch, 1),
+        "flash_apart": functools.partial(flash_apart, batch),
         "host_triton": host_triton(batch),
     }
     wanted, times = reference(batch), {}
