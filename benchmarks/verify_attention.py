@@ -6,9 +6,9 @@
 A verify step asks few queries of each context: five of them, on four heads of one KV head, are 20
 rows, where FlashAttention 3 computes tiles of 64 to 192. Rows hold one batch: times of the host's
 kernels (FlashAttention 3 with vLLM's 32 splits and with one, the same on blocks and prompts apart,
-and vLLM's Triton kernel), of a kernel whose tile is one block of drafts, for several launch options,
-and the time in which the keys and values alone could be read (`ceilings.py`). All run in CUDA
-graphs; medians over replays, in microseconds per layer.
+and vLLM's Triton kernel), of a kernel whose tile is one block of drafts, for several launch
+options, and the time in which the keys and values alone could be read (`ceilings.py`). All run in
+CUDA graphs; medians over replays, in microseconds per layer.
 
 Rows are a 16-bit cache in pages, causal, no window: what the 8B shapes of `serving.py` serve.
 """
