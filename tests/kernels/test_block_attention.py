@@ -96,23 +96,23 @@ def make_layer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Layer]:
     return lambda **options: Layer(definition, **options)
 
 
-def configuration(*layers: Layer, ubatching: bool = False) -> Any:
+def configuration(*layers: Layer, ubatching: bool = False, model_len: int = 4096) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(block_size=PAGE),
         compilation_config=SimpleNamespace(
             static_forward_context={f"layer {i}": layer for i, layer in enumerate(layers)}
         ),
         device_config=SimpleNamespace(device=DEVICE),
-        model_config=SimpleNamespace(max_model_len=4096, dtype=torch.bfloat16),
+        model_config=SimpleNamespace(max_model_len=model_len, dtype=torch.bfloat16),
         parallel_config=SimpleNamespace(use_ubatching=ubatching),
         scheduler_config=SimpleNamespace(max_num_seqs=64),
         speculative_config=SimpleNamespace(num_speculative_tokens=BLOCK - 1),
     )
 
 
-def attend(layer: Layer, always: bool = True) -> int:
+def attend(layer: Layer, always: bool = True, **options: Any) -> int:
     names = {"layer 0", "a layer of another rank"}
-    changed = block_attention.attend_blocks(configuration(layer), names, always)
+    changed = block_attention.attend_blocks(configuration(layer, **options), names, always)
     # The check before traffic is none of a test's steps.
     layer.plans.clear()
     return changed
@@ -156,18 +156,19 @@ def step(layer: Layer, name: str, **changes: Any) -> bool:
     return worst < 0.03 and bool(output[tokens:].isnan().all())
 
 
+@pytest.mark.parametrize("model_len, splits", [(4096, 1), (4097, 32)])
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_is_shared_out_between_ours_and_the_hosts(
-    make_layer: Callable[..., Layer], name: str
+    make_layer: Callable[..., Layer], name: str, model_len: int, splits: int
 ) -> None:
     layer = make_layer()
-    assert attend(layer) == 1
+    assert attend(layer, model_len=model_len) == 1
     assert step(layer, name)
     if max(BATCHES[name][0]) <= BLOCK:
         assert layer.plans == []
         return
     (plan,) = layer.plans
-    assert plan.scheduler_metadata is None and plan.max_num_splits == 32
+    assert plan.scheduler_metadata is None and plan.max_num_splits == splits
 
 
 def test_small_batches_stay_with_the_host(

@@ -205,6 +205,8 @@ def split_plan(slots: int, rows: int, limits: Limits, scratch: Scratch | None) -
 
 def _before(impl: Any, limits: Limits, scratch: Scratch | None) -> Any:
     original, block, tiles = impl.forward, limits.block, _tiles(impl, limits.block)
+    # Combining splits costs every step more than splitting short contexts gains.
+    long_prompts = limits.model_len > _LONG_CHUNK
 
     @functools.wraps(original)
     def forward(
@@ -239,10 +241,14 @@ def _before(impl: Any, limits: Limits, scratch: Scratch | None) -> Any:
             scratch,
         )
         if attn_metadata.max_query_len > block:
-            starts = from_prompts_on(attn_metadata.query_start_loc, block, limits.num_reqs)
             # Planned anew, since the host has planned for the whole batch.
             prompts = dataclasses.replace(
-                attn_metadata, query_start_loc=starts, scheduler_metadata=None
+                attn_metadata,
+                query_start_loc=from_prompts_on(
+                    attn_metadata.query_start_loc, block, limits.num_reqs
+                ),
+                scheduler_metadata=None,
+                max_num_splits=attn_metadata.max_num_splits if long_prompts else 1,
             )
             original(*others, prompts, output, *args, **kwargs)
         return output
