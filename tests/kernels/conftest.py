@@ -26,3 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def by_value() -> None:
+    """Interpreted kernels multiply 16-bit floats as compiled ones do, not their bits."""
+    if not torch.cuda.is_available():
+        from vllm_dspark.cpu import interpreter
+
+        assert interpreter.install()

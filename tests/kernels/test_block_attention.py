@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_batches import BATCHES, BLOCK, HEADS, KV_HEADS, PAGE, operands
 from batches import DEVICE
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends import flash_attn
@@ -19,25 +20,10 @@ from vllm_dspark.engine import block_attention
 from vllm_dspark.engine.attention_check import disagreement
 from vllm_dspark.kernels.verify_attention import Scratch, Splits, verify_attention_reference
 
-PAGE, HEADS, KV_HEADS, SIZE, BLOCK = 16, 8, 2, 64, 8
-BATCHES = {
-    "one token": ([1], [1]),
-    "blocks": ([3, 1, 8, 5], [40, 1, 23, 64]),
-    "a slot without a request": ([8, 2, 0], [20, 2, 0]),
-    "prompts": ([2, 1, 37, 12], [17, 16, 50, 12]),
-    "a short request after a prompt": ([2, 9, 3], [17, 50, 70]),
-    "a prompt alone": ([33], [33]),
-    "long contexts": ([8, 3], [2500, 1100]),
-}
+SIZE = 64
+LAYER_BATCHES = BATCHES | {"long contexts": ([8, 3], [2500, 1100])}
 
-
-@pytest.fixture(autouse=True)
-def by_value() -> None:
-    if DEVICE.type == "cpu":
-        from vllm_dspark.cpu import interpreter
-
-        # As it comes, it multiplies the bits of 16-bit floats.
-        assert interpreter.install()
+pytestmark = pytest.mark.usefixtures("by_value")
 
 
 class Layer:
@@ -75,8 +61,9 @@ def definition(
     size = query.shape[-1]
     keys, values = kv_cache.transpose(1, 2).split(size, dim=-1)
     starts, queries = plan.query_start_loc, query[: plan.num_actual_tokens]
-    operands = (queries, keys, values, starts, plan.seq_lens, plan.block_table, size**-0.5)
-    done = verify_attention_reference(*operands)
+    done = verify_attention_reference(
+        queries, keys, values, starts, plan.seq_lens, plan.block_table, size**-0.5
+    )
     for start, end in itertools.pairwise(starts.tolist()):
         output.view(*query.shape)[start:end] = done[start:end]
     return output
@@ -120,26 +107,21 @@ def attend(layer: Layer, always: bool = True, **options: Any) -> int:
 
 def step(layer: Layer, name: str, **changes: Any) -> bool:
     """One forward pass; whether the output is attention's, and nothing is written behind it."""
-    lens, contexts = BATCHES[name]
-    torch.manual_seed(len(lens))
-    needed = [-(-length // PAGE) for length in contexts]
-    pages = torch.zeros(len(lens), max(needed), dtype=torch.int32)
-    for row, mine in enumerate(torch.randperm(sum(needed)).int().split(needed)):
-        pages[row, : len(mine)] = mine
-    cache = torch.randn(sum(needed), PAGE, KV_HEADS, 2 * SIZE, device=DEVICE).bfloat16()
+    lens, contexts = LAYER_BATCHES[name]
+    given = operands(lens, contexts, torch.bfloat16, SIZE)
+    cache = torch.cat([given["keys"], given["values"]], dim=-1).transpose(1, 2)
     tokens = sum(lens)
     # The host's buffers are longer than the batch.
-    query = torch.randn(tokens + 3, HEADS, SIZE, device=DEVICE).bfloat16()
+    query = torch.cat([given["queries"], given["queries"].new_zeros(3, HEADS, SIZE)])
     output = torch.full_like(query, float("nan"))
-    starts = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE)
     plan = flash_attn.FlashAttentionMetadata(
         **{
             "num_actual_tokens": tokens,
             "max_query_len": max(lens),
-            "query_start_loc": starts,
+            "query_start_loc": given["starts"],
             "max_seq_len": max(contexts),
-            "seq_lens": torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-            "block_table": pages.to(DEVICE),
+            "seq_lens": given["contexts"],
+            "block_table": given["pages"],
             "slot_mapping": torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
             "max_num_splits": 32,
             **changes,
@@ -147,24 +129,22 @@ def step(layer: Layer, name: str, **changes: Any) -> bool:
     )
     # As the host's custom op calls it.
     further = {"output": output, "output_scale": None, "output_block_scale": None}
-    answer = layer.impl.forward(layer, query, None, None, cache.transpose(1, 2), plan, **further)
+    answer = layer.impl.forward(layer, query, None, None, cache, plan, **further)
     assert answer is output
-    keys, values = cache.split(SIZE, dim=-1)
-    operands = (query[:tokens], keys, values, starts, plan.seq_lens, plan.block_table, SIZE**-0.5)
-    wanted = verify_attention_reference(*operands).float()
+    wanted = verify_attention_reference(**given).float()
     worst = float((output[:tokens].float() - wanted).abs().max())
     return worst < 0.03 and bool(output[tokens:].isnan().all())
 
 
 @pytest.mark.parametrize("model_len, splits", [(4096, 1), (4097, 32)])
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", LAYER_BATCHES)
 def test_a_batch_is_shared_out_between_ours_and_the_hosts(
     make_layer: Callable[..., Layer], name: str, model_len: int, splits: int
 ) -> None:
     layer = make_layer()
     assert attend(layer, model_len=model_len) == 1
     assert step(layer, name)
-    if max(BATCHES[name][0]) <= BLOCK:
+    if max(LAYER_BATCHES[name][0]) <= BLOCK:
         assert layer.plans == []
         return
     (plan,) = layer.plans

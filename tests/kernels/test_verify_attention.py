@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
+from attention_batches import BATCHES, BLOCK, HEADS, KV_HEADS, operands
 from batches import DEVICE
 
 from vllm_dspark.kernels.verify_attention import (
@@ -19,47 +19,7 @@ from vllm_dspark.kernels.verify_attention import (
     verify_attention_reference,
 )
 
-PAGE, HEADS, KV_HEADS, BLOCK = 16, 8, 2, 8
-BATCHES = {
-    "one token": ([1], [1]),
-    "a block alone": ([8], [8]),
-    "blocks": ([3, 1, 8, 5], [40, 1, 23, 64]),
-    "a slot without a request": ([8, 2, 0], [20, 2, 0]),
-    "prompts": ([2, 1, 37, 12], [17, 16, 50, 12]),
-    "a short request after a prompt": ([2, 9, 3], [17, 50, 70]),
-    "a prompt alone": ([33], [33]),
-}
-
-
-@pytest.fixture(autouse=True)
-def by_value() -> None:
-    if DEVICE.type == "cpu":
-        from vllm_dspark.cpu import interpreter
-
-        # As it comes, it multiplies the bits of 16-bit floats.
-        assert interpreter.install()
-
-
-def operands(name: str, dtype: torch.dtype, size: int = 16) -> dict[str, Any]:
-    """Operands of a layer, pages in random order, a key and its value side by side."""
-    lens, contexts = BATCHES[name]
-    torch.manual_seed(len(lens))
-    needed = [-(-length // PAGE) for length in contexts]
-    pages = torch.zeros(len(lens), max(needed), dtype=torch.int32)
-    for row, mine in enumerate(torch.randperm(sum(needed)).int().split(needed)):
-        pages[row, : len(mine)] = mine
-    cache = torch.randn(sum(needed), PAGE, KV_HEADS, 2 * size, device=DEVICE).to(dtype)
-    keys, values = cache.split(size, dim=-1)
-    starts = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE)
-    return {
-        "queries": torch.randn(sum(lens), HEADS, size, device=DEVICE).to(dtype),
-        "keys": keys,
-        "values": values,
-        "starts": starts,
-        "contexts": torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-        "pages": pages.to(DEVICE),
-        "scale": size**-0.5,
-    }
+pytestmark = pytest.mark.usefixtures("by_value")
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -75,7 +35,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 def test_requests_of_a_block_equal_the_definition_and_others_are_left(
     name: str, tiles: Tiles, dtype: torch.dtype
 ) -> None:
-    given = operands(name, dtype)
+    given = operands(*BATCHES[name], dtype)
     out = torch.full_like(given["queries"], float("nan"))
     verify_attention(**given, out=out, longest=BLOCK, tiles=tiles)
     want = verify_attention_reference(**given)
@@ -87,18 +47,10 @@ def test_requests_of_a_block_equal_the_definition_and_others_are_left(
             assert close(out[mine], want[mine])
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [
-        Splits(2, 16),
-        Splits(8, 16),
-        Splits(8, 48),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("splits", [Splits(2, 16), Splits(8, 16), Splits(8, 48)], ids=str)
 @pytest.mark.parametrize("name", BATCHES)
 def test_splits_put_together_equal_the_definition(name: str, splits: Splits) -> None:
-    given = operands(name, torch.bfloat16)
+    given = operands(*BATCHES[name], torch.bfloat16)
     tokens, slots = len(given["queries"]), len(given["contexts"])
     scratch = Scratch(8 * tokens * HEADS, 8 * slots * KV_HEADS, 16, DEVICE)
     want = verify_attention_reference(**given)
@@ -113,8 +65,8 @@ def test_splits_put_together_equal_the_definition(name: str, splits: Splits) -> 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_rest_of_a_batch_begins_with_its_first_prompt(name: str) -> None:
-    lens, _ = BATCHES[name]
-    starts = operands(name, torch.float32)["starts"]
+    lens, contexts = BATCHES[name]
+    starts = operands(lens, contexts, torch.float32)["starts"]
     rest = from_prompts_on(starts, BLOCK, most_reqs=6)
     first = next((row for row, count in enumerate(lens) if count > BLOCK), len(lens))
     left = [0 if row < first else count for row, count in enumerate(lens)]

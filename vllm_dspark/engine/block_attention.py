@@ -113,6 +113,8 @@ def _kinds(vllm_config: Any, names: Iterable[str], always: bool) -> list[list[An
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
         # Two halves of a batch run at a time, and would share what splits leave.
         return []
+    if not (compat.present(compat.FLASH_FORWARD) and compat.present(compat.FLASH_METADATA)):
+        return []
     layers = vllm_config.compilation_config.static_forward_context
     kinds = defaultdict(list)
     for layer in (layers[name] for name in names if name in layers):
@@ -124,8 +126,6 @@ def _kinds(vllm_config: Any, names: Iterable[str], always: bool) -> list[list[An
 
 def _can_serve(impl: Any, always: bool) -> bool:
     """Plain causal attention over a 16-bit cache, with heads that fill a tile."""
-    if not (compat.present(compat.FLASH_FORWARD) and compat.present(compat.FLASH_METADATA)):
-        return False
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
     if type(impl) is not FlashAttentionImpl:
