@@ -9,9 +9,9 @@ arrays in the worker, and one background thread copies them (never more often th
 Invariants
 * Decisions are counted by TP rank 0 only; the other ranks write what is theirs (sync time,
   disagreements, overhead), told apart by the label `rank`.
-* Token counters are taken together, from one `observe_accept` per step, so that at rest
-  `scheduled = admitted + trimmed` and `admitted = accepted + rejected` hold exactly. An outcome
-  that breaks them is dropped whole and counted in `invalid_observations`.
+* Token counters are taken together, a step's in one `observe_accept` or `observe_accepts`, so that
+  at rest `scheduled = admitted + trimmed` and `admitted = accepted + rejected` hold exactly. An
+  outcome that breaks them is dropped whole and counted in `invalid_observations`.
 * A published series never decreases, except gauges. Labels have bounded cardinality
   (`MAX_LABEL_SETS` per metric, then `other`).
 * Nothing here raises into a serving step because of a value it was given.
@@ -22,9 +22,11 @@ import math
 import multiprocessing.util
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from vllm_dspark.metrics_export import MmapStore, open_store
 from vllm_dspark.metrics_snapshot import PREFIX, Series, Snapshot
@@ -215,6 +217,7 @@ class MetricsWriter:
         self._key_flush: Key = ("overhead_seconds", (*self._rank, "flush"))
         self._zero_known_series()
         self._timers: list[_Timer] = []
+        self._gather: Callable[[], object] = lambda: None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: MmapStore | None = open_store(directory) if enabled else None
@@ -289,9 +292,9 @@ class MetricsWriter:
             self._done(start)
 
     @property
-    def wants_survivals(self) -> bool:
-        """The next `observe_accept` looks at survivals; the others do without."""
-        return self._decides and (self._settled + 1) % self._every == 0
+    def decides(self) -> bool:
+        """Decisions and outcomes are counted here; other processes ignore them."""
+        return self._decides
 
     def observe_accept(
         self,
@@ -313,19 +316,62 @@ class MetricsWriter:
             return
         start = time.perf_counter()
         with self._lock:
-            fault = self._lengths.add(scheduled, admitted, accepted)
-            if fault:
-                self._bump(("invalid_observations", (fault,)), 1)
-                self._done(start)
-                return
-            self._settled += 1
-            self._bump(("steps_settled", ()), 1)
-            if committed_tokens is None:
-                committed_tokens = int(accepted.sum()) + len(accepted)
-            self._bump(("committed_tokens", ()), int(committed_tokens))
-            if survivals is not None and self._settled % self._every == 0:
-                self._count_reliability(survivals, admitted, accepted)
+            if self._count_lengths(1, scheduled, admitted, accepted, committed_tokens):
+                self._settled += 1
+                if survivals is not None and self._settled % self._every == 0:
+                    self._count_reliability(survivals, admitted, accepted)
             self._done(start)
+
+    def observe_accepts(
+        self,
+        steps: Sequence[tuple[IntArray, IntArray, IntArray]],
+        survivals_of: Callable[[int], FloatArray],
+    ) -> None:
+        """Count several steps at a fraction of the time that `observe_accept` takes for each.
+
+        `steps`: scheduled, admitted and accepted draft tokens of every step, each [num_reqs] of
+        that step; `survivals_of(i)`: [num_reqs, gamma] of step i, asked for the steps that the
+        reliability sums look at. With a contradiction among them the steps are counted one by one.
+        """
+        if not self._decides:
+            return
+        numbered = [(number, step) for number, step in enumerate(steps) if len(step[2])]
+        if not numbered:
+            return
+        start = time.perf_counter()
+        with self._lock:
+            columns = map(np.concatenate, zip(*(step for _, step in numbered), strict=True))
+            together = self._count_lengths(len(numbered), *columns, report=False)
+            for number, step in numbered:
+                if together or self._count_lengths(1, *step):
+                    self._settled += 1
+                    if self._settled % self._every == 0:
+                        self._count_reliability(survivals_of(number), *step[1:])
+            self._done(start)
+
+    def _count_lengths(
+        self,
+        steps: int,
+        scheduled: IntArray,
+        admitted: IntArray,
+        accepted: IntArray,
+        committed_tokens: int | None = None,
+        report: bool = True,
+    ) -> bool:
+        """Count the lengths of `steps` steps; false, and no change, if they contradict each other.
+
+        `report`: count the contradiction.
+        """
+        fault = self._lengths.add(scheduled, admitted, accepted)
+        if fault:
+            if report:
+                self._bump(("invalid_observations", (fault,)), 1)
+            return False
+        self._bump(("steps_settled", ()), steps)
+        if committed_tokens is None:
+            committed_tokens = int(accepted.sum()) + len(accepted)
+        self._bump(("committed_tokens", ()), int(committed_tokens))
+        return True
 
     def observe_accept_path(self, path: str, reason: str) -> None:
         """Count a step by what accepted its drafts; `reason`: why nothing faster did."""
@@ -420,6 +466,16 @@ class MetricsWriter:
             with self._lock:
                 self._bump(self._key_flush, time.perf_counter() - start)
 
+    def before_publishing(self, gather: Callable[[], object]) -> None:
+        """Have `gather()` called, by any thread, before counters are read: it counts what its
+        owner has put off, and said so with `touch`.
+        """
+        self._gather = gather
+
+    def touch(self) -> None:
+        """There is something to publish, whether or not it is counted yet."""
+        self._dirty = True
+
     def every(self, interval_s: float, callback: Callable[[], object]) -> None:
         """Call `callback()` on the background thread about every `interval_s`."""
         if not interval_s > 0:
@@ -458,6 +514,7 @@ class MetricsWriter:
         """Consistent copy of all counters, in export form."""
         if not self.enabled:
             return []
+        self._gather()
         with self._lock:
             counts, lengths = self._counts.copy(), self._lengths.copy()
             reliability = self._reliability.copy()

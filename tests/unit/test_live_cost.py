@@ -20,9 +20,8 @@ def observe(live, tokens, ratio, count=1):
     """A step whose verify term takes `ratio` of the base, plus 1 ms of other terms."""
     results = []
     for _ in range(count):
-        predicted = float(live.model.verify_curve(FULL).at(tokens)) + 1.0
         measured = float(live._base.verify_curve(FULL).at(tokens)) * ratio + 1.0
-        results.append(live.observe(FULL, tokens, predicted, measured))
+        results.append(live.observe(FULL, tokens, 1.0, measured))
     return results
 
 
@@ -100,8 +99,9 @@ def test_rare_cells_and_sizes_between_points_are_not_corrected():
 @pytest.mark.parametrize("measured", [float("nan"), float("inf"), 0.0, -1.0])
 def test_impossible_measurements_are_ignored(measured):
     live = make_live()
-    assert not live.observe(FULL, 8, 2.0, measured)
+    assert not live.observe(FULL, 8, 0.0, measured)
     assert not live.observe(FULL, 8, float("nan"), 2.0)
+    assert not live.observe(FULL, 8, 2.0, 2.0)
 
 
 def test_invalid_corrections_and_options_are_refused():

@@ -349,6 +349,37 @@ class TestReliability:
         writer.close()
         assert total(writer.snapshot(), D + "reliability_drafts_total", position="0") == 2
 
+    @pytest.mark.parametrize("contradiction", [False, True])
+    def test_many_steps_count_as_one_by_one(self, contradiction: bool) -> None:
+        rng = np.random.default_rng(2)
+        steps, survivals = [], []
+        for rows in (5, 0, 9, 1, 7, 3):
+            admitted = rng.integers(0, 8, rows)
+            steps.append((np.full(rows, 7), admitted, rng.integers(0, admitted + 1)))
+            survivals.append(np.cumprod(rng.uniform(0.4, 1.0, (rows, 7)), axis=1))
+        if contradiction:
+            steps[2][2][4] = 7
+            steps[2][1][4] = 0
+        together, apart = (
+            MetricsWriter(0, 0, 7, directory="", reliability_every=2) for _ in range(2)
+        )
+        together.observe_accepts(steps, survivals.__getitem__)
+        for step, survival in zip(steps, survivals, strict=True):
+            apart.observe_accept(*step, survival)
+        counted = [
+            {
+                series: value
+                for series, value in writer.snapshot().items()
+                if "overhead" not in series.name
+            }
+            for writer in (together, apart)
+        ]
+        for writer in (together, apart):
+            writer.close()
+        assert counted[0] == counted[1]
+        assert total(counted[0], D + "steps_settled_total") == (4 if contradiction else 5)
+        assert total(counted[0], D + "reliability_drafts_total") > 0
+
     def test_wrong_shape_is_counted_not_raised(self, writer: MetricsWriter) -> None:
         writer.observe_accept(np.array([7]), np.array([7]), np.array([7]), np.ones((1, 6)))
         got = writer.snapshot()

@@ -215,13 +215,17 @@ class CostModel:
             context_tokens: KV tokens read, all requests together.
             logit_rows: `[n]` or scalar, rows through the LM head and the sampler.
         """
-        fixed = self.request_ms * requests + self.context_token_ms * context_tokens
-        if self.requests is not None:
-            fixed += float(self.requests.at(requests))
-        cost = self._nearest[mode].at(tokens) + fixed
+        cost = self._nearest[mode].at(tokens) + self.batch_ms(requests, context_tokens)
         if self.logit_row_ms:
             cost = cost + self.logit_row_ms * logit_rows
         return np.asarray(cost)
+
+    def batch_ms(self, requests: int, context_tokens: int) -> float:
+        """What every candidate of a step pays besides its tokens and logit rows."""
+        fixed = self.request_ms * requests + self.context_token_ms * context_tokens
+        if self.requests is not None:
+            fixed += float(self.requests.at(requests))
+        return fixed
 
     def draft_ms(self, requests: int, width: int | None = None) -> float:
         """Cost of drafting `width` slots (default: the measured block) for `requests` requests."""

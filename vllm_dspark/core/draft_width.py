@@ -56,7 +56,7 @@ class WidthChoice:
     """
 
     def __init__(
-        self, widths: Sequence[int], margin: float = 0.01, every: int = 4, redraft: int = 256
+        self, widths: Sequence[int], margin: float = 0.01, every: int = 8, redraft: int = 256
     ) -> None:
         if list(widths) != sorted(set(widths)) or not any(widths) or widths[0] < 0:
             raise ValueError(f"widths={widths!r}: must ascend from 0 or more and hold a block")

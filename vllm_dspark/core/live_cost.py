@@ -59,33 +59,34 @@ class LiveCost:
         self._patience = patience
         self._min_observations = min_observations
         self._cells: dict[Cell, _CellState] = {}
+        self._sizes: dict[Cell, int | None] = {}  # by the tokens that ran
         self.version = 0
         self.model = base
         """The model in use; changes only in `adopt`."""
         self.rejected = 0
         """Observations dropped as outliers."""
 
-    def observe(self, mode: ExecMode, tokens: int, predicted_ms: float, measured_ms: float) -> bool:
+    def observe(self, mode: ExecMode, tokens: int, other_ms: float, measured_ms: float) -> bool:
         """Fold in one step; false if it was dropped or no single cell priced it.
 
         Args:
             mode: how the step ran.
             tokens: tokens that ran, padding included.
-            predicted_ms: what the model *in use* said, by the same terms as `measured_ms`.
+            other_ms: what the model says of all that `measured_ms` holds besides the verify term;
+                only that term is corrected, so the base and the model in use say the same.
             measured_ms: what the step took.
         """
         curve = self._base.verify_curve(mode)
-        size = curve.cell_of(tokens)
+        cell = (mode.value, tokens)
+        if cell not in self._sizes:
+            self._sizes[cell] = curve.cell_of(tokens)
+        size = self._sizes[cell]
+        verify_ms = measured_ms - other_ms
         # Written so that NaN fails too.
-        if size is None or not (predicted_ms > 0.0 and 0.0 < measured_ms < float("inf")):
+        if size is None or not (0.0 < verify_ms <= measured_ms < float("inf")):
             return False
-        # Only the verify term is corrected: the rest of the prediction stays with the base.
-        in_use = float(self.model.verify_curve(mode).at(tokens))
         base = float(curve.at(tokens))
-        verify_ms = measured_ms - (predicted_ms - in_use)
-        if base <= 0.0 or verify_ms <= 0.0:
-            return False
-        return self._fold((mode.value, size), verify_ms / base)
+        return base > 0.0 and self._fold((mode.value, size), verify_ms / base)
 
     def _fold(self, cell: Cell, ratio: float) -> bool:
         state = self._cells.setdefault(cell, _CellState())

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns decisions and their outcomes into metrics and step records.
 
-Counts are taken once per step, when both the decision and what it committed are known. Requests
-that commit nothing in a step (a prefill that goes on) are not counted.
+A step is counted once both the decision and what it committed are known. Requests that commit
+nothing in a step (a prefill that goes on) are not counted.
 """
 
 from __future__ import annotations
 
 import multiprocessing.util
+import threading
 import time
-from dataclasses import asdict
+from collections import deque
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from vllm_dspark import metrics_export
 from vllm_dspark.alarms import AlarmLog
 from vllm_dspark.config import DSparkConfig
+from vllm_dspark.core.calibration import CalibrationTable
 from vllm_dspark.core.cost_io import Fingerprint, cost_to_dict
 from vllm_dspark.core.planner import Planner
 from vllm_dspark.engine.decision import StepDecision
@@ -27,10 +30,15 @@ from vllm_dspark.records import RecordAnswerer, RecordRing, RecordSaver, StepRec
 
 _ALARM_INTERVAL_S = 30.0
 _ANSWER_INTERVAL_S = 0.5
+_COUNTED_TOGETHER = 32
 
 
 class Accounting:
     """Observer of one rank; only rank 0 counts decisions, see ``MetricsWriter``.
+
+    Outcomes are counted some steps at a time, and whenever counters are about to be read: array
+    operations on many steps take hardly longer than those on one, and hosts are short of time where
+    steps are short.
 
     Args:
         writer: counters of this process.
@@ -47,74 +55,110 @@ class Accounting:
         compact = mode in (VerifyMode.HOST, VerifyMode.DEVICE)
         self._label = "compact" if compact else str(mode)
         self._ring = ring
+        self._waiting: deque[_Settled] = deque()
+        self._counting = threading.Lock()
+        writer.before_publishing(self.count)
 
     def __call__(self, decision: StepDecision, accepted: np.ndarray) -> None:
-        plan, writer, rows = decision.plan, self._writer, decision.samples
+        settled = _Settled(decision, accepted, self._core.calibration)
+        if self._writer.decides:
+            self._waiting.append(settled)
+            self._writer.touch()
+            if len(self._waiting) >= _COUNTED_TOGETHER:
+                self.count()
+        if self._ring is not None:
+            start = time.perf_counter()
+            self._ring.add(_record(settled, self._label))
+            self._writer.observe_overhead("records", time.perf_counter() - start)
+
+    def count(self) -> None:
+        """Count what has settled since the last call; any thread may call."""
+        # Steps are counted in order, so that the same ones are sampled in every run.
+        with self._counting:
+            steps = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            for step in steps:
+                self._count_decision(step.decision)
+            self._writer.observe_accepts(
+                [step.lengths for step in steps], lambda number: steps[number].survivals
+            )
+
+    def _count_decision(self, decision: StepDecision) -> None:
+        plan, writer = decision.plan, self._writer
         graph = decision.graph_tokens or 0
-        label = self._label
+        scheduled = int(decision.eligible.sum())
         writer.observe_plan(
-            mode=label,
+            mode=self._label,
             reason=str(plan.reason),
-            scheduled_tokens=int(decision.eligible.sum()),
+            scheduled_tokens=scheduled,
             budget_tokens=-1 if plan.budget is None else plan.budget,
             tier_tokens=graph,
             padded_tokens=max(graph - decision.num_tokens, 0),
             graph_miss=decision.graph_miss,
-            bypass=decision.running_drafts == 0 and bool(decision.eligible.any()),
+            bypass=decision.running_drafts == 0 and scheduled > 0,
         )
         for doubt, count in plan.doubts.items():
             writer.observe_doubt(doubt.name.lower(), count)
-        assert decision.admitted is not None, "settled"
-        wanted = self._ring is not None or writer.wants_survivals
-        survivals = self._survivals(decision) if wanted else None
-        writer.observe_accept(
-            decision.eligible[rows], decision.admitted[rows], accepted[rows], survivals
-        )
         if plan.predicted_step_ms is not None and decision.measured_ms is not None:
             writer.observe_timing(plan.predicted_step_ms / 1e3, decision.measured_ms / 1e3)
-        if self._ring is not None:
-            start = time.perf_counter()
-            self._ring.add(self._record(decision, label, accepted, survivals))
-            writer.observe_overhead("records", time.perf_counter() - start)
 
-    def _survivals(self, decision: StepDecision) -> np.ndarray:
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A decision and its outcome."""
+
+    decision: StepDecision
+    accepted: np.ndarray
+    """``[num_reqs]`` accepted drafts."""
+    calibration: CalibrationTable
+    """What the policy went by when the step settled."""
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Scheduled, admitted and accepted drafts ``[num_sampling]``."""
+        decision = self.decision
+        assert decision.admitted is not None, "settled"
+        if decision.samples.all():
+            return decision.eligible, decision.admitted, self.accepted
+        rows = decision.samples
+        return decision.eligible[rows], decision.admitted[rows], self.accepted[rows]
+
+    @property
+    def survivals(self) -> np.ndarray:
         """Survivals ``[num_sampling, gamma]`` of the verified block as the policy sees them."""
+        decision = self.decision
         assert decision.predicted is not None, "settled"
         rows, regimes = decision.samples, decision.regimes
         regimes = regimes if isinstance(regimes, int) else regimes[rows]
-        calibrated = self._core.calibration.apply(decision.predicted[rows].T, regimes)
+        calibrated = self.calibration.apply(decision.predicted[rows].T, regimes)
         return np.cumprod(calibrated, axis=0).T
 
-    def _record(
-        self,
-        decision: StepDecision,
-        label: str,
-        accepted: np.ndarray,
-        survivals: np.ndarray | None,
-    ) -> StepRecord:
-        rows, plan = decision.samples, decision.plan
-        assert decision.admitted is not None and decision.predicted is not None
-        return StepRecord(
-            step=decision.step,
-            time_s=decision.time_s,
-            num_reqs=len(rows),
-            num_sampling=int(np.count_nonzero(rows)),
-            base_tokens=int(decision.base_lens.sum()),
-            scheduled=decision.eligible[rows],
-            budget=-1 if plan.budget is None else plan.budget,
-            lag_steps=LAG_STEPS,
-            mode=label,
-            reason=str(plan.reason),
-            tier_tokens=decision.graph_tokens or 0,
-            verify_lens=decision.admitted[rows] + 1,
-            survivals=survivals,
-            accepted=accepted[rows],
-            predicted_ms=plan.predicted_step_ms,
-            measured_ms=decision.measured_ms,
-            request_ids=[decision.req_ids[i] for i in np.flatnonzero(rows)],
-            confidence=decision.predicted[rows],
-            regimes=np.broadcast_to(decision.regimes, rows.shape)[rows],
-        )
+
+def _record(settled: _Settled, label: str) -> StepRecord:
+    decision = settled.decision
+    rows, plan = decision.samples, decision.plan
+    scheduled, admitted, accepted = settled.lengths
+    assert decision.predicted is not None, "settled"
+    return StepRecord(
+        step=decision.step,
+        time_s=decision.time_s,
+        num_reqs=len(rows),
+        num_sampling=int(np.count_nonzero(rows)),
+        base_tokens=int(decision.base_lens.sum()),
+        scheduled=scheduled,
+        budget=-1 if plan.budget is None else plan.budget,
+        lag_steps=LAG_STEPS,
+        mode=label,
+        reason=str(plan.reason),
+        tier_tokens=decision.graph_tokens or 0,
+        verify_lens=admitted + 1,
+        survivals=settled.survivals,
+        accepted=accepted,
+        predicted_ms=plan.predicted_step_ms,
+        measured_ms=decision.measured_ms,
+        request_ids=[decision.req_ids[i] for i in np.flatnonzero(rows)],
+        confidence=decision.predicted[rows],
+        regimes=np.broadcast_to(decision.regimes, rows.shape)[rows],
+    )
 
 
 def start_accounting(

@@ -59,10 +59,10 @@ class CostLearning:
         requests = len(decision.req_ids)
         tokens = decision.graph_tokens or decision.num_tokens
         rows = int(np.count_nonzero(decision.samples)) + decision.running_drafts
-        predicted = live.model.step_ms(
-            np.array([tokens]), requests, decision.context_tokens, rows, decision.exec_mode
-        )[0] + live.model.draft_ms(requests, decision.draft_width)
-        live.observe(decision.exec_mode, tokens, float(predicted), measured_ms)
+        model = live.model
+        other = model.batch_ms(requests, decision.context_tokens) + model.logit_row_ms * rows
+        other += model.draft_ms(requests, decision.draft_width)
+        live.observe(decision.exec_mode, tokens, other, measured_ms)
 
     def _exchange(self) -> None:
         if self._live is not None:

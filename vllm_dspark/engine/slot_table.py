@@ -19,8 +19,9 @@ class SlotTable:
 
     def __init__(self, slots: int, gamma: int) -> None:
         self._confidence = np.zeros((slots, gamma), dtype=np.float32)
+        self._drafted = np.zeros((slots, gamma), dtype=np.float32)
+        """The same, NaN where nothing was drafted."""
         self._step = np.full(slots, -1, dtype=np.int64)
-        self._width = np.full(slots, gamma, dtype=np.int64)
         self._owner_since = np.zeros(slots, dtype=np.int64)
 
     def reset(self, slot: int, step: int) -> None:
@@ -29,25 +30,28 @@ class SlotTable:
 
     def update(self, landed: Landed, typical: Callable[[], np.ndarray]) -> None:
         """Take in a step; ``typical()`` ``[gamma]`` stands for slots that were not drafted."""
+        slots, confidence, width = landed.slots, landed.agreed.confidence, landed.width
         # A step that ran before the slot changed hands says nothing of the new owner.
-        mine = self._owner_since[landed.slots] <= landed.step
-        slots = landed.slots[mine]
-        self._confidence[slots] = landed.agreed.confidence[mine]
-        if landed.width < self._confidence.shape[1]:
-            self._confidence[slots, landed.width :] = typical()[landed.width :]
+        mine = self._owner_since[slots] <= landed.step
+        if not mine.all():
+            slots, confidence = slots[mine], confidence[mine]
+        self._confidence[slots] = self._drafted[slots] = confidence
+        if width < confidence.shape[1]:
+            self._confidence[slots, width:] = typical()[width:]
+            self._drafted[slots, width:] = np.nan
         self._step[slots] = landed.step
-        self._width[slots] = landed.width
 
     def read(self, slots: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Confidences ``[n, gamma]`` and ``RowDoubt`` codes ``[n]`` for step ``step``."""
         seen = self._step[slots]
         state = np.zeros(len(slots), dtype=np.int8)
-        state[step - seen > MAX_AGE_STEPS] = RowDoubt.STALE
-        state[seen < 0] = RowDoubt.FRESH
+        if seen.min(initial=step) < max(step - MAX_AGE_STEPS, 0):
+            state[step - seen > MAX_AGE_STEPS] = RowDoubt.STALE
+            state[seen < 0] = RowDoubt.FRESH
         return self._confidence[slots], state
 
     def peek(self, slots: np.ndarray, step: int) -> np.ndarray:
         """Confidences ``[n, gamma]`` of the block drafted in step ``step - 1``, NaN elsewhere."""
-        current = (self._step[slots] == step - 1)[:, None]
-        current = current & (np.arange(self._confidence.shape[1]) < self._width[slots, None])
-        return np.where(current, self._confidence[slots], np.float32(np.nan))
+        block = self._drafted[slots]
+        block[self._step[slots] != step - 1] = np.nan
+        return block

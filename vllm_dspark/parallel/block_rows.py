@@ -75,13 +75,13 @@ class BlockRows:
         return rows[:, self.gamma + 2 :]
 
     def unpack(self, rows: np.ndarray) -> BlockValues:
-        """Host values of `rows` `[num_reqs, width]` int32; copies."""
-        gamma = self.gamma
+        """Host values of `rows` `[num_reqs, width]` int32; one copy that all of them share."""
+        gamma, rows = self.gamma, rows.copy()
         return BlockValues(
-            rows[:, :gamma].copy().view(np.float32),
-            rows[:, gamma].copy(),
-            rows[:, gamma + 1].copy(),
-            rows[:, gamma + 2 :].copy(),
+            rows[:, :gamma].view(np.float32),
+            rows[:, gamma],
+            rows[:, gamma + 1],
+            rows[:, gamma + 2 :],
         )
 
 
