@@ -3,19 +3,23 @@
 
 Two servers of the demo pair take part: one verifies everything and is recorded; the other is pinned
 to half of the drafts and uses the calibration and the cost table that were made from the first.
+Their drafter is the demo pair's with a confidence head that promises too much: the pair's own is so
+well calibrated that some hundred blocks do not always show a gain.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from vllm_dspark.cli import demo, main
 from vllm_dspark.cli.counters import settled
@@ -32,6 +36,8 @@ pytestmark = pytest.mark.slow
 
 PROMPTS, TOKENS, CONCURRENCY = 64, 48, 8
 PIN = 0.5
+PROMISE = 1.5
+"""Added to the logit of every confidence."""
 RECORDED = {"strict": True, "records": 4000}
 D = "vllm:dspark_"
 NOT_RECORDED = (
@@ -71,7 +77,10 @@ def served(
     load: Callable[[Client], None],
     environment: Mapping[str, str] = ONE_RANK,
 ) -> Iterator[Served]:
-    options = demo.pair_options(dspark={**RECORDED, **dspark}, extra=extra)
+    draft = demo.speculative_config(overconfident_draft(folder / "draft"))
+    options = replace(
+        demo.pair_options(dspark={**RECORDED, **dspark}, extra=extra), speculative=draft
+    )
     log = folder / "server.log"
     with Server(options, log, on_gpu=demo.gpu_present(), environment=environment) as server:
         server.wait_ready()
@@ -84,6 +93,15 @@ def served(
         records.write_bytes(Path(answer).read_bytes())
         yield Served(server, metrics, records)
         server.check_alive()
+
+
+def overconfident_draft(folder: Path) -> Path:
+    """The demo drafter in `folder`, its confidences raised."""
+    shutil.copytree(demo.DEMO_FOLDER / "draft", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["confidence_head.proj.bias"] += PROMISE
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def greedy_load(client: Client) -> None:
@@ -206,7 +224,7 @@ class TestRecordedServer:
         assert main(arguments) == 0
         line = capsys.readouterr().out.partition("mean ECE on the held-out half: ")[2]
         before, after = map(float, line.splitlines()[0].split(" -> "))
-        assert after < before
+        assert after < 0.75 * before
 
     def test_report_of_the_running_server(self, full: Served, tmp_path: Path) -> None:
         out = tmp_path / "report.html"
