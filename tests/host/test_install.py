@@ -71,6 +71,7 @@ def test_without_dspark_every_call_goes_to_the_host(
     owner = SimpleNamespace(speculative_config=speculative)
     calls = {
         "maybe_create_adaptive_verification_manager": ((), {"vllm_config": config, "other": 1}),
+        "sort_batch_req_ids": (({"a": 8}, {"a": [0] * 7}, 8), {}),
         "resolve_adaptive_cudagraph_mode": ((full,), {"piecewise_capture_available": True}),
         "ModelCudaGraphManager": ((config, 1), {"varlen_decode": True}),
         "RejectionSampler": (("sampler", speculative, "device"), {}),
@@ -106,6 +107,29 @@ def test_ranks_meet_before_anything_is_loaded(
     take_over(runner, host, config)
     assert met == ([(3, "group", "device", [])] if ranks > 1 else [])
     assert host.names == ["init_speculator"]
+
+
+def test_the_plan_is_told_the_order_that_the_runner_sorted(
+    runner: ModuleType, host: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_dspark.engine import assembly
+
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        assembly, "build_planner", lambda session, kwargs, order, *rest: asked.append(order)
+    )
+    install.bind(runner)
+    config = configuration()
+    opened = take_over(runner, host, config)
+    create_manager(runner, config)
+    assert opened.planner is None
+    (order,) = asked
+    host.answer = ["a", "b"]
+    step = ({"a": 8, "b": 1}, {"a": [0] * 7}, 8)
+    sorted_by_the_host = runner.sort_batch_req_ids(*step)
+    before = host.names.count("sort_batch_req_ids")
+    assert order(*step) is sorted_by_the_host is host.answer
+    assert host.names.count("sort_batch_req_ids") == before == 1
 
 
 # ---------------------------------------------------------------------- missing hooks

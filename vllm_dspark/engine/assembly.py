@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from vllm_dspark import __version__
 from vllm_dspark.config import ConfigError, DSparkConfig
 from vllm_dspark.core.calibration import DraftMethod, regime_of
@@ -17,13 +19,14 @@ from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.policy import PolicyConfig, SearchMode
 from vllm_dspark.engine.accounting import start_accounting
 from vllm_dspark.engine.agreement import Agreement
+from vllm_dspark.engine.batch_order import OrderRequests
 from vllm_dspark.engine.cost_learning import CostLearning
 from vllm_dspark.engine.decision import Observer
 from vllm_dspark.engine.deployment import fingerprint_of
 from vllm_dspark.engine.graphs import VerifyGraphManager
 from vllm_dspark.engine.learning import OnlineLearning
 from vllm_dspark.engine.modes import VerifyMode
-from vllm_dspark.engine.planner import OrderRequests, RegimesOf, StepPlanner
+from vllm_dspark.engine.planner import RegimesOf, StepPlanner
 from vllm_dspark.engine.session import Session
 from vllm_dspark.metrics import MetricsWriter
 from vllm_dspark.parallel.consensus import ConsensusOptions, open_checker
@@ -171,7 +174,14 @@ def regimes_of(session: Session, vllm_config: Any) -> RegimesOf | None:
     if temperatures is None:
         return None
     method = DraftMethod(vllm_config.speculative_config.draft_sample_method)
-    return lambda slots: regime_of(method, temperatures()[slots])
+
+    def regimes(slots: np.ndarray) -> np.ndarray | int:
+        found = temperatures()[slots]
+        if len(found) and bool((found == found[0]).all()):
+            return int(regime_of(method, found[0]))
+        return regime_of(method, found)
+
+    return regimes
 
 
 def _load(load: Callable[..., Any], option: str, path: str, *args: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 from vllm_dspark import compat
 from vllm_dspark.config import ConfigError, DSparkConfig
 from vllm_dspark.core.draft_width import widths_for
+from vllm_dspark.engine.batch_order import BatchOrder
 from vllm_dspark.engine.modes import (
     HostFacts,
     VerifyMode,
@@ -165,7 +166,7 @@ def _wrap_manager_factory(original: Any, runner: ModuleType) -> Any:
             session.attach_planner(None)
             return manager
         planner = assembly.build_planner(
-            session, kwargs, runner.sort_batch_req_ids, answers_admitted
+            session, kwargs, runner.sort_batch_req_ids.again, answers_admitted
         )
         session.attach_planner(planner)
         return planner
@@ -269,6 +270,17 @@ def _host_length_attention(vllm_config: Any) -> str:
         if not runs:
             return str(backend.name)
     return ""
+
+
+def _wrap_batch_order(original: Any, runner: ModuleType) -> Any:
+    order = BatchOrder(original)
+
+    @functools.wraps(original)
+    def sort_batch_req_ids(*args: Any, **kwargs: Any) -> list[str]:
+        return order.sort(*args, **kwargs)
+
+    sort_batch_req_ids.again = order.again  # type: ignore[attr-defined]
+    return sort_batch_req_ids
 
 
 def _wrap_graph_mode(original: Any, runner: ModuleType) -> Any:
@@ -385,6 +397,7 @@ def _profiling(session: Session, runner: Any) -> Iterator[None]:
 _WRAPPERS: dict[str, Wrapper] = {
     "init_speculator": _wrap_init_speculator,
     "maybe_create_adaptive_verification_manager": _wrap_manager_factory,
+    "sort_batch_req_ids": _wrap_batch_order,
     "resolve_adaptive_cudagraph_mode": _wrap_graph_mode,
     "ModelCudaGraphManager": _wrap_graph_manager,
     "RejectionSampler": _wrap_rejection_sampler,

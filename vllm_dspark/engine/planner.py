@@ -32,6 +32,7 @@ from vllm_dspark.core.planner import Planner
 from vllm_dspark.core.survival import RowDoubt, assess_rows
 from vllm_dspark.core.tiers import ExecMode
 from vllm_dspark.engine.agreement import Agreement
+from vllm_dspark.engine.batch_order import OrderRequests
 from vllm_dspark.engine.decision import Observer, StepClock, StepDecision
 from vllm_dspark.engine.device_split import DeviceSplit
 from vllm_dspark.engine.host_time import HostTime, Report, timed
@@ -45,9 +46,6 @@ from vllm_dspark.parallel.block_rows import BlockRows
 LAG_STEPS = 1
 
 logger = logging.getLogger("vllm.dspark")
-
-OrderRequests = Callable[[dict[str, int], dict[str, list[int]], int], list[str]]
-"""The runner's batch order for scheduled tokens, scheduled drafts and the decode query length."""
 
 RegimesOf = Callable[[np.ndarray], "np.ndarray | int"]
 """Sampling regimes ``[num_reqs]`` of request slots ``[num_reqs]``."""
