@@ -102,10 +102,11 @@ def even_split(draft_lens: IntArray, budget: int, gamma: int) -> IntArray:
     in request order among those at the last position that the budget reaches. This is `allocate`
     with equal survivals, without sorting anything.
     """
-    lens: IntArray = np.clip(draft_lens, 0, gamma).astype(np.int32)
+    lens: IntArray = np.minimum(np.maximum(draft_lens, 0), gamma).astype(np.int32)
     width, used = widest_within(lens, gamma, budget)
     admitted: IntArray = np.minimum(lens, np.int32(width))
-    admitted[np.flatnonzero(lens > width)[: max(budget - used, 0)]] += 1
+    if budget > used:
+        admitted[(lens > width).nonzero()[0][: budget - used]] += 1
     return admitted
 
 

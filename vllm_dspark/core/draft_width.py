@@ -48,7 +48,8 @@ class WidthChoice:
     Args:
         widths: ascending, the last one is gamma.
         margin: relative gain that a change must promise.
-        every: steps between two evaluations, enough for a block to be drafted and read back.
+        every: steps between two evaluations: enough for a block to be drafted and read back, and
+            for the time of one, which grows with the batch, not to matter.
         redraft: steps without drafting after which blocks are drafted until the next evaluation.
 
     Raises:
@@ -56,7 +57,7 @@ class WidthChoice:
     """
 
     def __init__(
-        self, widths: Sequence[int], margin: float = 0.01, every: int = 8, redraft: int = 256
+        self, widths: Sequence[int], margin: float = 0.01, every: int = 16, redraft: int = 256
     ) -> None:
         if list(widths) != sorted(set(widths)) or not any(widths) or widths[0] < 0:
             raise ValueError(f"widths={widths!r}: must ascend from 0 or more and hold a block")
