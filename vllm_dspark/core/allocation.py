@@ -57,6 +57,13 @@ def admit(keys: Float32Array, budget: int, threshold: np.float32 | None = None) 
     return lens
 
 
+def _clamped(draft_lens: IntArray, gamma: int) -> IntArray:
+    """Drafts `[num_reqs]` int32 within 0..gamma."""
+    # On a batch's few hundred entries most of np.clip's time is its own Python.
+    lens: IntArray = np.minimum(np.maximum(draft_lens, 0), gamma).astype(np.int32)
+    return lens
+
+
 def allocate(
     survival: FloatArray,
     draft_lens: IntArray,
@@ -82,7 +89,7 @@ def allocate(
             f"survival {values.shape} must be [num_reqs, gamma], draft_lens {lens.shape} [num_reqs]"
         )
     gamma = values.shape[1]
-    lens = np.clip(lens, 0, gamma).astype(np.int32)
+    lens = _clamped(lens, gamma)
     if budget <= 0:
         return np.zeros_like(lens)
     if budget >= int(lens.sum()):
@@ -102,7 +109,7 @@ def even_split(draft_lens: IntArray, budget: int, gamma: int) -> IntArray:
     in request order among those at the last position that the budget reaches. This is `allocate`
     with equal survivals, without sorting anything.
     """
-    lens: IntArray = np.minimum(np.maximum(draft_lens, 0), gamma).astype(np.int32)
+    lens = _clamped(draft_lens, gamma)
     width, used = widest_within(lens, gamma, budget)
     admitted: IntArray = np.minimum(lens, np.int32(width))
     if budget > used:

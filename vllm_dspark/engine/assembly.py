@@ -177,6 +177,7 @@ def regimes_of(session: Session, vllm_config: Any) -> RegimesOf | None:
 
     def regimes(slots: np.ndarray) -> np.ndarray | int:
         found = temperatures()[slots]
+        # A batch that samples alike has one, which is looked up and applied faster than a column.
         if len(found) and bool((found == found[0]).all()):
             return int(regime_of(method, found[0]))
         return regime_of(method, found)

@@ -48,7 +48,7 @@ LAG_STEPS = 1
 logger = logging.getLogger("vllm.dspark")
 
 RegimesOf = Callable[[np.ndarray], "np.ndarray | int"]
-"""Sampling regimes ``[num_reqs]`` of request slots ``[num_reqs]``."""
+"""Sampling regimes ``[num_reqs]`` of request slots ``[num_reqs]``, or the one that all share."""
 
 
 @dataclass(frozen=True)
