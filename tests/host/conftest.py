@@ -24,6 +24,8 @@ from stand_ins import StandInEvent, StandInStream
 from vllm_dspark import compat
 from vllm_dspark.engine import session
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
 # Derandomised, so that a failure in CI is a failure everywhere. Interpreted kernels are slow.
 settings.register_profile(
     "host",

@@ -34,6 +34,8 @@ def decision(step: int) -> StepDecision:
         req_ids=["a", "b", "c"],
         slots=np.arange(ROWS),
         base_lens=np.ones(ROWS, dtype=np.int64),
+        base_tokens=ROWS,
+        decodes=True,
         draft_lens=lens,
         eligible=lens,
         useful=lens,

@@ -35,6 +35,9 @@ class RowDoubt(IntEnum):
     """A scheduled slot lies outside [0, 1]."""
 
 
+_LAST_DOUBT = max(RowDoubt)
+
+
 def assess_rows(
     confidence: FloatArray, draft_lens: IntArray, row_state: IntArray | None = None
 ) -> IntArray | None:
@@ -49,22 +52,33 @@ def assess_rows(
     Returns:
         `[num_reqs]` int8 codes. A code given by the caller wins over one found in the values.
     """
-    if (row_state is None or not np.count_nonzero(row_state)) and _all_in_range(confidence):
+    in_range = _all_in_range(confidence)
+    if in_range and (row_state is None or not np.count_nonzero(row_state)):
         return None
-    gamma = confidence.shape[1]
-    scheduled = np.arange(gamma) < draft_lens[:, None]
-    finite = np.isfinite(confidence)
-    non_finite = (scheduled & ~finite).any(axis=1)
-    in_range = (confidence >= 0.0) & (confidence <= 1.0)
-    out_of_range = (scheduled & finite & ~in_range).any(axis=1)
-    codes = np.zeros(len(draft_lens), dtype=np.int8)
-    codes[out_of_range] = RowDoubt.OUT_OF_RANGE
-    codes[non_finite] = RowDoubt.NON_FINITE
+    # Requests come and go in most steps of a large batch; values that mean nothing are rare.
+    codes = (
+        np.zeros(len(draft_lens), dtype=np.int8)
+        if in_range
+        else _assess_values(confidence, np.asarray(draft_lens))
+    )
     if row_state is not None:
-        known = (row_state >= 0) & (row_state <= max(RowDoubt))
-        codes = np.where(row_state != 0, np.where(known, row_state, RowDoubt.STALE), codes)
+        given = row_state.nonzero()[0]
+        states = row_state[given]
+        states[(states < 0) | (states > _LAST_DOUBT)] = RowDoubt.STALE
+        codes[given] = states
     codes[np.asarray(draft_lens) == 0] = RowDoubt.TRUSTED
-    return codes.astype(np.int8) if codes.any() else None
+    return codes if np.count_nonzero(codes) else None
+
+
+def _assess_values(confidence: FloatArray, draft_lens: IntArray) -> IntArray:
+    """Doubt codes `[num_reqs]` int8 that the values of scheduled slots give."""
+    scheduled = np.arange(confidence.shape[1]) < draft_lens[:, None]
+    finite = np.isfinite(confidence)
+    in_range = (confidence >= 0.0) & (confidence <= 1.0)
+    codes = np.zeros(len(draft_lens), dtype=np.int8)
+    codes[(scheduled & finite & ~in_range).any(axis=1)] = RowDoubt.OUT_OF_RANGE
+    codes[(scheduled & ~finite).any(axis=1)] = RowDoubt.NON_FINITE
+    return codes
 
 
 def _all_in_range(confidence: FloatArray) -> bool:

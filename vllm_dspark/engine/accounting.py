@@ -143,7 +143,7 @@ def _record(settled: _Settled, label: str) -> StepRecord:
         time_s=decision.time_s,
         num_reqs=len(rows),
         num_sampling=int(np.count_nonzero(rows)),
-        base_tokens=int(decision.base_lens.sum()),
+        base_tokens=decision.base_tokens,
         scheduled=scheduled,
         budget=-1 if plan.budget is None else plan.budget,
         lag_steps=LAG_STEPS,

@@ -26,6 +26,10 @@ class StepDecision:
     slots: np.ndarray
     base_lens: np.ndarray
     """``[num_reqs]`` tokens besides drafts."""
+    base_tokens: int
+    """Their sum."""
+    decodes: bool
+    """Every request runs one token besides its drafts."""
     draft_lens: np.ndarray
     """``[num_reqs]`` drafts that the scheduler handed over."""
     eligible: np.ndarray
@@ -72,7 +76,7 @@ class StepDecision:
     @property
     def num_tokens(self) -> int:
         """Tokens that run, padding left out."""
-        return int(self.base_lens.sum()) + self.running_drafts
+        return self.base_tokens + self.running_drafts
 
     @property
     def host_lens(self) -> np.ndarray | None:

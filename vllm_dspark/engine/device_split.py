@@ -50,8 +50,8 @@ class DeviceSplit:
         count = len(decision.req_ids)
         lens, base = self._full[:count], self._single[:count]
         drafts = decision.spendable
-        if not bool((drafts == self._gamma).all() and (decision.base_lens == 1).all()):
-            both = np.stack([drafts, decision.base_lens]).astype(np.int32)
+        if not (decision.decodes and bool((drafts == self._gamma).all())):
+            both = np.array((drafts, decision.base_lens), dtype=np.int32)
             lens, base = async_tensor_h2d(both, device=idx_mapping.device)
         own, cu_num_logits = allocate(
             self._live,

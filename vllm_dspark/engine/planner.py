@@ -53,11 +53,13 @@ RegimesOf = Callable[[np.ndarray], "np.ndarray | int"]
 
 @dataclass(frozen=True)
 class _Batch:
-    """The scheduled batch in the order in which it will run, every array ``[num_reqs]``."""
+    """The scheduled batch in the order in which it will run, see ``StepDecision``."""
 
     req_ids: list[str]
     slots: np.ndarray
     base_lens: np.ndarray
+    base_tokens: int
+    decodes: bool
     draft_lens: np.ndarray
     eligible: np.ndarray
     useful: np.ndarray
@@ -172,7 +174,7 @@ class StepPlanner:
         batch = self._batch(num_tokens_per_req, draft_tokens)
         confidence, state = self._lagged.read(batch.slots, self._relay.published)
         regimes = 0 if self._regimes_of is None else self._regimes_of(batch.slots)
-        full_mode = self._exec_mode(batch.base_lens)
+        full_mode = self._exec_mode(batch.decodes)
         trim_mode = self._trim_mode(full_mode)
         plan = self.core.plan(
             self._step_input(batch, confidence, state, regimes, trim_mode, full_mode)
@@ -182,6 +184,8 @@ class StepPlanner:
             req_ids=batch.req_ids,
             slots=batch.slots,
             base_lens=batch.base_lens,
+            base_tokens=batch.base_tokens,
+            decodes=batch.decodes,
             draft_lens=batch.draft_lens,
             eligible=batch.eligible,
             useful=batch.useful,
@@ -221,6 +225,8 @@ class StepPlanner:
             req_ids=req_ids,
             slots=slots,
             base_lens=base,
+            base_tokens=int(base.sum()),
+            decodes=bool((base == 1).all()),
             draft_lens=drafts,
             # Drafts of a step that starts inside the prompt are placeholders of a migrated request.
             eligible=np.where(computed < prefill, 0, np.minimum(drafts, self._block_width[slots])),
@@ -244,7 +250,7 @@ class StepPlanner:
         return StepInput(
             samples=batch.samples,
             draft_lens=batch.eligible,
-            base_tokens=int(batch.base_lens.sum()),
+            base_tokens=batch.base_tokens,
             confidence=confidence if self._has_confidence else None,
             row_state=state,
             context_tokens=batch.context_tokens,
@@ -268,7 +274,7 @@ class StepPlanner:
             load = Load(
                 sampling=int(np.count_nonzero(decision.samples)),
                 requests=len(decision.req_ids),
-                base_tokens=int(decision.base_lens.sum()),
+                base_tokens=decision.base_tokens,
                 context_tokens=decision.context_tokens,
                 mode=decision.exec_mode,
             )
@@ -299,9 +305,9 @@ class StepPlanner:
         calibrated = self.core.calibration.apply(confidence.T.copy(), decision.regimes)
         return allocate(calibrated.cumprod(axis=0).T, lens, plan.verified_drafts, doubtful)
 
-    def _exec_mode(self, base: np.ndarray) -> ExecMode:
-        """How a batch with ``base`` tokens besides its drafts runs if every draft is verified."""
-        if self._has_full_graphs and bool((base == 1).all()):
+    def _exec_mode(self, decodes: bool) -> ExecMode:
+        """How a batch runs if every draft is verified."""
+        if self._has_full_graphs and decodes:
             return ExecMode.FULL
         return self._mixed_mode
 
@@ -325,7 +331,7 @@ class StepPlanner:
     def uniform_query_len(self) -> int | None:
         """Query length of the decided step if it is one for all requests and shorter than usual."""
         decision = self._decision
-        if decision is None or not decision.trims or not bool((decision.base_lens == 1).all()):
+        if decision is None or not decision.trims or not decision.decodes:
             return None
         if decision.plan.verified_drafts == 0:
             return 1
