@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from vllm_dspark import metrics_export
 from vllm_dspark.core.trace import Trace, parse_trace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -36,3 +37,12 @@ def demo_trace() -> Trace:
 def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host tests of the same run interpret kernels; here nothing may depend on that."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture
+def no_metrics_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the operator nor an earlier test has chosen where counters are published."""
+    for name in (metrics_export.DIRECTORY_ENV, metrics_export.MULTIPROC_ENV):
+        monkeypatch.setenv(name, "")  # so that whatever a test sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(metrics_export, "_made", None)
