@@ -178,6 +178,7 @@ def engine_config(target: Path, draft: Path, num_tokens: int = BLOCK, **speculat
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,
+        block_size=32,  # what CPU attention takes multiples of; an executor would choose it
         max_model_len=MAX_LEN,
         max_num_seqs=MAX_REQS,
         max_num_batched_tokens=MAX_TOKENS,
@@ -203,6 +204,17 @@ def init_single_process() -> None:
     store = Path(tempfile.mkdtemp()) / "store"
     parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
     parallel_state.ensure_model_parallel_initialized(1, 1)
+
+
+def _cache_config(config: Any, specs: dict[str, Any]) -> Any:
+    """A small KV cache for the layers of `specs`, planned as the host's engine does."""
+    from vllm.v1.engine import core
+
+    arguments = [config, [specs], [8 << 20]]
+    # From 0.33 on the engine forms the groups, and chooses a layout for them, before.
+    if hasattr(core, "get_global_kv_cache_groups"):
+        arguments.append(core.get_global_kv_cache_groups(config, [specs]))
+    return core.get_kv_cache_configs(*arguments)[0]
 
 
 @dataclass
@@ -249,7 +261,6 @@ class DraftHost:
         self.proposer._sample_logits = record_logits
 
     def _init_cache(self) -> None:
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
         from vllm.v1.worker.gpu.attn_utils import (
             get_kv_cache_spec,
             init_attn_backend,
@@ -259,7 +270,7 @@ class DraftHost:
         from vllm.v1.worker.gpu.input_batch import InputBuffers
 
         specs = get_kv_cache_spec(self.config)
-        cache = get_kv_cache_configs(self.config, [specs], [8 << 20])[0]
+        cache = _cache_config(self.config, specs)
         groups, _, kernel_sizes = init_attn_backend(cache, self.config, self.device)
         sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
         blocks_per_req = -(-MAX_LEN // min(sizes))
